@@ -318,6 +318,21 @@ def test_any_template_and_any_record(template: str, record: dict[str, Any]) -> N
 
 
 @any_value
+@given(
+    turn=st.dictionaries(st.sampled_from(["role", "from", "content", "value", "tool_calls"]), VALUES),
+    role=st.sampled_from(["human", "gpt", "function_call"]),
+    tools=VALUES,
+)
+def test_any_conversation(turn: dict[str, Any], role: str, tools: Any) -> None:
+    for record in ({"messages": [turn]}, {"prompt": [{"role": role} | turn], "completion": "a", "tools": tools}):
+        with contextlib.suppress(SltaError):
+            text, _, answer, _ = record_text(
+                record, "", where="record 1", render_chat=lambda turns, tools=0: str(turns)
+            )
+            assert answer is None or 0 <= answer[0] < answer[1] <= len(text)
+
+
+@any_value
 @given(draw=st.data(), value=VALUES)
 def test_any_value_in_the_metadata_of_statistics(draw: st.DataObject, value: Any, scene: Path, tmp_path: Path) -> None:
     with safe_open(scene / "stats.safetensors", framework="pt") as file:

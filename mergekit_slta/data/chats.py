@@ -68,14 +68,14 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
         calls, content = plain(content), ""
     normal = {"role": ROLES[role], "content": content}
     if calls:
-        normal["tool_calls"] = [_call(call, what) for call in ([calls] if isinstance(calls, dict) else calls)]
+        normal["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
     others = _without(turn, "role", "from", "content", "value", "tool_calls", "function_call")
     return normal | {key: entry for key, entry in others.items() if not is_blank(entry)}
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
     call = plain(call)
-    if isinstance(call, dict) and "name" in call:
+    if isinstance(call, dict) and "name" in call and "function" not in call:
         call = {"type": "function", "function": call}
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise UnfitRecord(f"{what} has a tool call without a function: mend it, or leave it out.")
@@ -139,8 +139,10 @@ def written(turns: Turns, render: Render, where: object) -> tuple[Turns, str]:
     for form in forms:
         try:
             text = render(form)
-            if any(str(turn["content"]) in text for turn in form if isinstance(turn["content"], (list, dict))):
-                raise ValueError("it would print a turn's content as a list or a table")
+            tables = [turn["content"] for turn in form]
+            tables += [call["function"]["arguments"] for turn in form for call in turn.get("tool_calls", [])]
+            if any(str(table) in text for table in tables if table and isinstance(table, (list, dict))):
+                raise ValueError("it would print a list or a table")
             uncalled = [_without(turn, "tool_calls") for turn in form]
             if uncalled != form and attempt(render, uncalled) == text:
                 raise ValueError("it writes no tool calls")
@@ -181,7 +183,7 @@ def answer_in(turns: Turns, text: str, render: Render) -> Span | None:
 
 def loses_reasoning(turns: Turns, text: str) -> bool:
     """Whether the text lacks what the last turn, an assistant's, thinks before it answers."""
-    last, content = turns[-1], str(turns[-1]["content"])
+    last, content = turns[-1], str(_text_of(turns[-1]["content"]))
     thought = "".join(str(last[key]) for key in REASONING if key in last) or content.rpartition("</think>")[0]
     return last["role"] == "assistant" and _squeezed(thought).removeprefix("<think>") not in _squeezed(text)
 

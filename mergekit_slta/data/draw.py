@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergekit_slta.data.chats import Span, Turns, UnfitRecord
-from mergekit_slta.data.records import Text, record_text, require_fields
+from mergekit_slta.data.records import Text, record_text
 from mergekit_slta.data.sources import read_records
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.words import counted
@@ -106,7 +106,9 @@ class CalibrationSource:
         """
         records = read_records(self.source)
         fields = getattr(records, "column_names", None) or dict.fromkeys(name for record in records for name in record)
-        require_fields(fields, self.template, self.source)
+        source = f"Calibration source {self.source!r}"
+        # Fields that no record has are refused before each one is looked at.
+        record_text(dict.fromkeys(fields), self.template, where=source, render_chat=self._render_chat)
         repeated = set(used.token_ids) if used else set()
         rows: dict[int, tuple[int, ...]] = {}
         answers: list[Span | None] = []
@@ -130,12 +132,10 @@ class CalibrationSource:
                 rows[index] = row
                 answers.append(answer)
                 left_out.update(text.left_out)
-        source = f"Calibration source {self.source!r}"
         if not (rows or used):
-            problem = f"all {empty} are empty. Name another source, or a 'template' of fields with text."
-            if unfit:
-                problem = f"{unfit} do not fit and {empty} are empty, the first because {reason}"
-            raise SltaError(f"{source} has no usable record: {problem}")
+            all_empty = f"all {empty} are empty. Name another source, or a 'template' of fields with text."
+            none_fits = f"{unfit} do not fit and {empty} are empty, the first because {reason}"
+            raise SltaError(f"{source} has no usable record: {none_fits if unfit else all_empty}")
         for sentence in [] if used else self._notes(empty, unfit, reason, left_out, split, answers):
             LOG.warning("%s: %s", source, sentence)
         if 0 < len(rows) < samples:

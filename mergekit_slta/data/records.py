@@ -157,26 +157,6 @@ def has_known_fields(fields: Iterable[str]) -> bool:
     return any({*group} <= {*fields} for group in (*zip(CHAT_FIELDS), *TEXT_FIELDS))
 
 
-def require_fields(fields: Iterable[str], template: str, source: str) -> None:
-    """Refuse records with these fields in all, none of which has what the template names, or a known field.
-
-    Raises:
-        SltaError: this, or the template is not valid.
-    """
-    missing = [name for name in template_fields(template) if name not in fields] if template else []
-    if missing:
-        raise SltaError(
-            f"No record of calibration source {source!r} has a field {missing[0]!r}, which the template {template!r} "
-            f"names: the fields are {in_a_list(fields)}."
-        )
-    if not template and not has_known_fields(fields):
-        raise SltaError(
-            f"No record of calibration source {source!r} has any of the known fields: the fields are "
-            f"{in_a_list(fields)}. Give the expert a 'template' that names the fields to use, such as "
-            "'{question} {answer}'."
-        )
-
-
 def template_fields(template: str) -> list[str]:
     """The fields of a record that a template names, in order.
 

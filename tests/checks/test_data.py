@@ -39,7 +39,7 @@ def test_two_sources_with_the_same_samples(family: Family, tmp_path: Path) -> No
         ("none.jsonl", None, "does not exist"),
         ("empty.jsonl", "", "has no records"),
         ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
-        ("shape.jsonl", '{"q": 1, "a": 2}', "has any of the known fields: the fields are q, a."),
+        ("shape.jsonl", '{"q": 1, "a": 2}', "has none of the known fields: its fields are q, a."),
         (
             "mixed.jsonl",
             '{"text": ["x"]}\n{"q": 1}\n',
@@ -58,7 +58,7 @@ def test_data_that_cannot_be_used(family: Family, tmp_path: Path, name: str, con
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{question}", "has a field 'question', which the template '{question}' names: the fields are text."),
+        ("{question}", "has no field 'question', which the template '{question}' names: its fields are text."),
         ("{text", "is not a valid format string"),
     ],
 )

@@ -33,6 +33,7 @@ STRICT = (
     "[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
 )
 PLAIN = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '<end>' }}{% endfor %}"
+LISTS = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
 PRINTED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
 
 SCHEMA = [{"type": "function", "function": {"name": "find", "parameters": {"n": {"type": "integer"}}}}]
@@ -79,6 +80,16 @@ def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path
         ({"messages": [ASKED, turn("assistant", "", tool_calls=json.dumps([call({"q": "a", "n": 3})]))]}, CALLED, None),
         ({"messages": [ASKED, turn("assistant", "", tool_calls=[call({"q": "a", "n": 3, "x": None})])]}, CALLED, None),
         ({"messages": [ASKED, turn("assistant", "", tool_calls=[call({"q": "a", "n": 3})["function"]])]}, CALLED, None),
+        (
+            {"messages": [ASKED, turn("assistant", "", tool_calls=[call('{"q": "a", "n": 3}') | {"name": "x"}])]},
+            CALLED,
+            None,
+        ),
+        (
+            {"messages": [ASKED, {"role": "assistant", "function_call": call('{"q": "a", "n": 3}')["function"]}]},
+            CALLED,
+            None,
+        ),
         ({"messages": [turn("user", "hi", name=None), turn("assistant", "ho", tool_calls=[], name="")]}, SAID, None),
         ({"messages": [ASKED, turn("assistant", "ho", tool_calls=None)], "tools": SCHEMA}, SAID, SCHEMA),
         ({"messages": [turn("user", "hi", name="x"), SAID[1]]}, [turn("user", "hi", name="x"), SAID[1]], None),
@@ -146,6 +157,11 @@ FOLDED = [turn("user", "be kind\n\nhi"), SAID[1]]
         (STRICT, [SYSTEM, turn("user", PARTS), turn("assistant", [{"type": "text", "text": "ho"}])], FOLDED),
         (PLAIN, [SYSTEM, *SAID], [SYSTEM, *SAID]),
         (TEXTS, CALLED, [ASKED, turn("assistant", "", tool_calls=[call('{"q": "a", "n": 3}')])]),
+        (
+            TEXTS.replace("' ' + ", "' ' }}{{ "),
+            CALLED,
+            [ASKED, turn("assistant", "", tool_calls=[call('{"q": "a", "n": 3}')])],
+        ),
     ],
 )
 def test_a_conversation_is_changed_as_the_template_needs_it(
@@ -161,7 +177,7 @@ def test_a_conversation_is_changed_as_the_template_needs_it(
     [
         (STRICT, [SYSTEM, ASKED, *SAID], "roles must alternate"),
         (PRINTED, CALLED, "it writes no tool calls"),
-        (PRINTED, [turn("user", [{"type": "image"}, *PARTS])], "it would print a turn's content as a list or a table"),
+        (PRINTED, [turn("user", [{"type": "image"}, *PARTS])], "it would print a list or a table"),
     ],
 )
 def test_a_conversation_that_the_template_cannot_write_is_skipped(
@@ -182,6 +198,7 @@ def test_a_conversation_that_the_template_cannot_write_is_skipped(
         (DISTILLED, {}, "so</think>59", "the reasoning"),
         (PLAIN, {"reasoning_content": "so"}, "59", "the reasoning"),
         (PLAIN, {}, "<think>so</think>59", ""),
+        (LISTS, {}, [{"type": "text", "text": "<think>so</think>59"}], ""),
         (TOOLS, {"reasoning_content": "so"}, "59", ""),
         (DISTILLED, {}, "<think>\n\n</think>\n\n59", ""),
         (DISTILLED, {"reasoning_content": None}, "59", ""),
@@ -190,7 +207,7 @@ def test_a_conversation_that_the_template_cannot_write_is_skipped(
 def test_answers_that_lose_their_reasoning_are_counted(
     template: str,
     more: dict[str, Any],
-    content: str,
+    content: Any,
     lost: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
