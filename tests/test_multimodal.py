@@ -19,17 +19,17 @@ from support.adapters import write_adapter
 from support.architecture_table import CURRENT, LEVELS
 from support.families import MULTIMODAL, Family
 from support.gram_difference import gram_difference, largest_difference
+from support.rounding import gram_rounding
 from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergekit_slta.slta.statistics import Statistics
 
-GRAM_TOLERANCE = 2e-6
-# Gemma 4 does not scale its attention's logits, so float32 rounds its heads more: on short samples the Gram matrices of
-# the plain model in float32 are 3.9e-6 off those of the same model in float64.
-SHARP_GRAM_TOLERANCE = 4e-6
 SCALE = 0.2  # of the task vectors: features are rounded alike whatever it is, so their deltas are known better
+GRAM_TOLERANCE = gram_rounding(SCALE)
+# Gemma 4 does not divide its attention's logits by the root of a head's width, 8, so float32 rounds its heads more.
+SHARP_GRAM_TOLERANCE = 8**0.5 * GRAM_TOLERANCE
 PROMPT = torch.tensor([[families.BOS, 5, 6, 7]])
 
 

@@ -66,15 +66,6 @@ class TaskComparison:
     scores: dict[str, TaskScore]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """A model's mean exact answers and gain kept, over the tasks where they are defined; None where there is none."""
-
-    model: str
-    exact: float | None
-    kept: float | None
-
-
 @dataclass(frozen=True, repr=False)
 class Comparison(Paragraphs):
     """Merged models beside the base model and the experts; printed, it is tables.
@@ -88,28 +79,27 @@ class Comparison(Paragraphs):
     unscored: tuple[str, ...] = ()
 
     @property
-    def ranking(self) -> list[Standing]:
-        """All models, those with the most exact answers on average first; then those that keep most.
+    def ranking(self) -> dict[str, TaskScore]:
+        """Each model's means over the tasks where they are defined: the most exact answers first, then the most kept.
 
         Where the records of a task have no short answers, what is kept decides alone.
         """
         tasks = list(self.tasks.values())
         by_answers = all(task.answers for task in tasks)
-        every = {name: [task.scores[name] for task in tasks] for name in tasks[0].scores}
-        means = [
-            Standing(name, _mean(score.exact for score in scores), _mean(score.kept for score in scores))
-            for name, scores in every.items()
-        ]
+        means = {}
+        for name in tasks[0].scores:
+            scores = [task.scores[name] for task in tasks]
+            loss = sum(score.loss for score in scores) / len(scores)
+            means[name] = TaskScore(_mean(own.exact for own in scores), _mean(own.kept for own in scores), loss)
 
-        def rank(model: Standing) -> tuple[float, ...]:
-            loss = sum(score.loss for score in every[model.model])
-            return (-(model.exact or 0.0) * by_answers, -(model.kept or 0.0), loss)
+        def rank(name: str) -> tuple[float, ...]:
+            return (-(means[name].exact or 0.0) * by_answers, -(means[name].kept or 0.0), means[name].loss)
 
-        return sorted(means, key=rank)
+        return {name: means[name] for name in sorted(means, key=rank)}
 
     def columns(self) -> dict[str, list[Any]]:
         """The columns of ``to_frame``: a row for each model on each task, the best model first."""
-        models = [mean.model for mean in self.ranking]
+        models = list(self.ranking)
         scores = [task.scores[model] for model in models for task in self.tasks.values()]
         return {
             "model": [model for model in models for _ in self.tasks],
@@ -121,7 +111,9 @@ class Comparison(Paragraphs):
 
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
-        return as_json(asdict(self) | {"ranking": [asdict(mean) for mean in self.ranking]})
+        return as_json(
+            asdict(self) | {"ranking": [{"model": name, **asdict(own)} for name, own in self.ranking.items()]}
+        )
 
     def __str__(self) -> str:
         parts = (part if isinstance(part, str) else part.within(WIDTH) for part in self.parts())
@@ -130,31 +122,25 @@ class Comparison(Paragraphs):
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
         tasks, ranking = self.tasks, self.ranking
+        rows = {name: [mean, *(task.scores[name] for task in tasks.values())] for name, mean in ranking.items()}
 
-        def scores(model: str) -> Iterator[TaskScore]:
-            return (task.scores[model] for task in tasks.values())
-
-        def shares(of: Callable[[Standing | TaskScore], float | None]) -> Table:
-            rows = [[of(mean), *map(of, scores(mean.model))] for mean in ranking]
-            texts = [[as_percentage(share, digits=0) for share in row] for row in rows]
-            named = [[_cut(mean.model), *row] for mean, row in zip(ranking, texts, strict=True)]
-            return Table(["model", "average", *tasks], named)
+        def table(cell: Callable[[TaskScore], str]) -> Table:
+            return Table(["model", "average", *tasks], [[_cut(name), *map(cell, row)] for name, row in rows.items()])
 
         if any(task.answers for task in tasks.values()):
             yield (
                 f"Short answers (at most {SHORT_ANSWER} tokens) given exactly, on held-out records of each task, the "
                 "best average first"
             )
-            yield shares(lambda own: own.exact)
-        if any(mean.kept is not None for mean in ranking):
+            yield table(lambda score: as_percentage(score.exact, digits=0))
+        if any(mean.kept is not None for mean in ranking.values()):
             yield (
                 "Share of the experts' gain in likelihood that is kept, which is no share of right answers (0% = base "
                 "model, 100% = expert, below 0 = worse than the base model)"
             )
-            yield shares(lambda own: own.kept)
+            yield table(lambda score: as_percentage(score.kept, digits=0))
         yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
-        losses = [[_cut(own.model), *(f"{score.loss:.4f}" for score in scores(own.model))] for own in ranking]
-        yield Table(["model", *tasks], losses)
+        yield table(lambda score: f"{score.loss:.4f}")
         counts = [[name, *map(str, (of.records, of.known, of.answers, of.tokens))] for name, of in tasks.items()]
         yield Table(["task", "records", "show an answer", "a short one", "scored tokens"], counts)
         yield from self._notes()

@@ -206,14 +206,14 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     ]
     gains = lines.index(header, answers + 1)
     assert lines[gains + 1 : gains + 4] == ["a 50% 50% -", "expert <b>math 100% 100% -", "b -50% -50% -"]
-    assert "a 3.0000 1.0000" in lines and "code 5 4 4 70" in lines
+    assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 70" in lines
     joined = " ".join(text.split())
     assert "calibration did not use: words. Add records (60 or more" in joined
     assert "no gain to keep: code." in joined and "show no answer all tokens are scored" in joined
     assert "under half of their own task's short answers exactly: code (20%)" in joined and "`template`" in joined
     assert max(map(len, text.splitlines())) <= 100
     written = json.loads(found.to_json())
-    assert written["ranking"][0] == {"model": "a", "exact": 0.75, "kept": 0.5}
+    assert written["ranking"][0] == {"model": "a", "exact": 0.75, "kept": 0.5, "loss": 2.0}
     assert written["tasks"]["<b>math"]["scores"]["b"] == {"exact": 0.0, "kept": -0.5, "loss": 5.0}
     assert written["tasks"]["code"]["scores"]["a"]["kept"] is None
     frame = found.to_frame().set_index(["task", "model"])
@@ -225,12 +225,12 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
     rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
     found = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
-    assert [model.model for model in found.ranking] == ["expert math", "a", "base"]
+    assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 50% 50%" in [" ".join(line.split()) for line in str(found).splitlines()]
     assert "Short answers" not in str(found)
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
-    assert [model.model for model in idle.ranking] == ["base", "a", "expert math"]  # by likelihood
+    assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
     assert str(idle).startswith("Negative log-likelihood")  # nothing else to rank by
 
 
