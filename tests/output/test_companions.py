@@ -200,9 +200,13 @@ def test_an_unchanged_vocabulary_keeps_all_files_of_its_tokenizer(
     assert tokenizer.get_vocab() == transformers.AutoTokenizer.from_pretrained(family.base).get_vocab()
 
 
-def test_a_tokenizer_with_more_tokens_is_written_for_transformers_4_too(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["union", "expert"])
+def test_a_tokenizer_with_more_tokens_is_written_for_transformers_4_too(
+    source: str, family: Family, tmp_path: Path
+) -> None:
     chat_model(family.experts[0])
-    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer_source": "union"}
+    named = str(family.experts[0]) if source == "expert" else source
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer_source": named}
     out = merged_by(recipe, tmp_path / "out")
     found = content(out / "tokenizer_config.json")
     assert found["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in found
