@@ -213,6 +213,18 @@ def test_a_tokenizer_with_more_tokens_is_written_for_transformers_4_too(
     assert {*MARKERS} <= transformers.AutoTokenizer.from_pretrained(out).get_vocab().keys()
 
 
+def test_the_chat_template_of_an_earlier_merge_is_set_aside(family: Family, tmp_path: Path) -> None:
+    recipe, out = families.recipe(family, "sftm", calibration=False), tmp_path / "out"
+    merged_by(recipe | {"chat_template": CHATML}, out)
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == CHATML
+    merged_by(recipe, out)
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template is None
+    assert (out / "chat_template.jinja.old").read_text() == CHATML
+    for _ in range(2):  # the base model's is not
+        (family.base / "chat_template.jinja").write_text("{{ messages }}")
+        assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).chat_template == "{{ messages }}"
+
+
 # Where the merged model stops
 
 
