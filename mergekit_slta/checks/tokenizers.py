@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mergekit.common import ModelReference
+
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import Model, listed, other_vocabularies
@@ -77,14 +79,20 @@ def aligned_rows(experiment: Experiment) -> None:
 def endless(experiment: Experiment) -> Iterator[str]:
     """Experts that end their turns with a token at which the merged model with the base model's ids does not stop."""
     recipe, base = experiment.recipe, experiment.recipe.base
+
+    def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
+        tokenizer = experiment.tokenizer(reference)
+        settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.transformers_cache)
+        return end_of_turn(tokenizer) or tokenizer.eos_token, stop_ids(settings)
+
     for expert in recipe.experts if recipe.tokenizer_owner == base else ():
         try:
-            ours, theirs = experiment.tokenizer(base), experiment.tokenizer(expert.reference)
-            settings = hub.folder_with((GENERATION, "config.json"), base.model, experiment.transformers_cache)
+            ours, theirs, tokenizer = ending(base), ending(expert.reference), experiment.tokenizer(base)
         except (*hub.HUB_ERRORS, SltaError):  # a model without text has no tokenizer
             continue
-        stops, end = ours.convert_ids_to_tokens(stop_ids(settings)), end_of_turn(theirs) or theirs.eos_token
-        if stops and end not in [*stops, *(ours.get_vocab() if recipe.config.chat_template else ()), None]:
+        stops, end = tokenizer.convert_ids_to_tokens(ours[1]), theirs[0]
+        brought = tokenizer.get_vocab() if recipe.config.chat_template else ()
+        if stops and ours != theirs and end not in [*stops, *brought, None]:
             yield (
                 f"The expert {expert} ends its turns with {end}, but the merged model stops at "
                 f"{' and '.join(map(str, stops))}, as the base model {base}: add these two lines to the recipe.\n"

@@ -122,7 +122,7 @@ def _merged(
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []
-    before = entry_files(folder)
+    before = entry_files(folder, options.copy_tokenizer)
     if options.write_model_card:
         source = source or recipe.text  # as it is before mergekit rewrites it
     with METHODS[recipe.config.merge_method].merging(merge):
@@ -131,10 +131,10 @@ def _merged(
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in models:
         model.refuse_changes()
-    for file, _ in before.items() & entry_files(folder).items():
-        # Programs would read it instead of the weights just written.
-        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
     unfinished = finish_folder(experiment, folder)
+    for file, _ in before.items() & entry_files(folder, options.copy_tokenizer).items():
+        # Programs would read it instead of what was just written.
+        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
     card.renew_beside(folder, merge.solution)
     if source and options.write_model_card:
         try:

@@ -48,11 +48,8 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         written = written and experiment.tokenizer(ModelReference(model=ModelPath(path=str(folder))))
         if not made or written.get_vocab() == experiment.tokenizer(owner).get_vocab():
             problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
-        else:
-            _older_tokenizer(folder)
-        if template and (jinja := folder / CHAT_TEMPLATES[0]).is_file():
-            settings = json_file(folder / TOKENIZER_FILES[0]) | {"chat_template": jinja.read_text(encoding="utf-8")}
-            _write(folder / TOKENIZER_FILES[0], settings)
+        if made or template:
+            _older_tokenizer(folder, template)
         if template or owner != recipe.base:
             _name_tokens(written, _folder((GENERATION, "config.json"), owner.model), folder)
     except (*hub.HUB_ERRORS, SltaError) as error:
@@ -96,10 +93,12 @@ def restore(base: dict[str, Any], merged: dict[str, Any]) -> None:
             merged.setdefault(key, newer.get(key.removeprefix("torch_"), value))  # the type is not the base model's
 
 
-def _older_tokenizer(folder: Path) -> None:
-    """Write a tokenizer's settings in the form that transformers 4 reads too."""
-    path = folder / TOKENIZER_FILES[0]
+def _older_tokenizer(folder: Path, template: bool) -> None:
+    """Write a tokenizer's settings in the form that transformers 4 reads too, with the chat template of the recipe."""
+    path, jinja = folder / TOKENIZER_FILES[0], folder / CHAT_TEMPLATES[0]
     settings = json_file(path)
+    if template and jinja.is_file():
+        settings["chat_template"] = jinja.read_text(encoding="utf-8")
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by its older name
     if isinstance(settings.get("extra_special_tokens"), list):
@@ -128,7 +127,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     files.write(path, f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode())  # as transformers does
 
 
-def entry_files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """The files by which programs find a model's weights in a folder, with inode and time."""
-    found = (folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json"))
+def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
+    """The files by which programs find a model's weights, and its chat template, in a folder, with inode and time."""
+    found = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
+    found += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
     return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found if file.is_file()}

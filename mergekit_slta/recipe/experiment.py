@@ -241,9 +241,13 @@ class Experiment:
         if (aligned := self.aligned) is None:
             return self.tokenizer(self.recipe.base)
         running = self.recipe.references if self.recipe.method.runs_experts else [self.recipe.base]
-        same = all(old in (new, -1) for model in running for new, old in aligned.permutations[model].items())
-        fits = max(aligned.tokenizer.get_vocab().values()) < min(self.model(model).vocabulary for model in running)
-        return aligned.tokenizer if same and fits else self.tokenizer(self.recipe.base)
+        ids = aligned.tokenizer.get_vocab()
+        for model in running:
+            pairs = {*ids.items(), *aligned.original_vocabs.get(model, {}).items()}
+            same = len(pairs) == len({token for token, _ in pairs}) == len({index for _, index in pairs})
+            if not same or max(ids.values()) >= self.model(model).vocabulary:
+                return self.tokenizer(self.recipe.base)
+        return aligned.tokenizer
 
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.

@@ -102,6 +102,12 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
         assert not [note for note in look(mended).notes if "ends its turns" in note]
 
 
+def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:
+    for folder in family.folders:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": families.PAD}))
+    assert not [note for note in look(families.recipe(family, "sftm")).notes if "ends its turns" in note]
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "ids"),
     [

@@ -200,13 +200,29 @@ def test_an_unchanged_vocabulary_keeps_all_files_of_its_tokenizer(
     assert tokenizer.get_vocab() == transformers.AutoTokenizer.from_pretrained(family.base).get_vocab()
 
 
-def test_a_tokenizer_with_more_tokens_is_written_for_transformers_4_too(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["union", "expert"])
+def test_a_tokenizer_with_more_tokens_is_written_for_transformers_4_too(
+    source: str, family: Family, tmp_path: Path
+) -> None:
     chat_model(family.experts[0])
-    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer_source": "union"}
+    named = str(family.experts[0]) if source == "expert" else source
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer_source": named}
     out = merged_by(recipe, tmp_path / "out")
     found = content(out / "tokenizer_config.json")
     assert found["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in found
     assert {*MARKERS} <= transformers.AutoTokenizer.from_pretrained(out).get_vocab().keys()
+
+
+def test_the_chat_template_of_an_earlier_merge_is_set_aside(family: Family, tmp_path: Path) -> None:
+    recipe, out = families.recipe(family, "sftm", calibration=False), tmp_path / "out"
+    merged_by(recipe | {"chat_template": CHATML}, out)
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == CHATML
+    merged_by(recipe, out)
+    assert transformers.AutoTokenizer.from_pretrained(out).chat_template is None
+    assert (out / "chat_template.jinja.old").read_text() == CHATML
+    for _ in range(2):  # the base model's is not
+        (family.base / "chat_template.jinja").write_text("{{ messages }}")
+        assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).chat_template == "{{ messages }}"
 
 
 # Where the merged model stops

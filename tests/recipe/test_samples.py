@@ -46,22 +46,30 @@ def test_an_adapters_own_tokenizer_is_used(llama: Family, tmp_path: Path) -> Non
     assert own("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
 
 
+def rename(folder: Path) -> None:
+    """Put another token in the place of one."""
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"d":', '"D":'))
+
+
 @pytest.mark.parametrize(
     ("changes", "moved", "whole"),
     [
-        (lambda expert: {}, False, False),
-        (lambda expert: {"tokenizer": {"source": "base"}}, False, False),
-        (lambda expert: {"tokenizer": {"source": expert}}, False, True),
-        (lambda expert: {"tokenizer_source": expert}, False, True),
-        (lambda expert: {"tokenizer_source": "union"}, False, True),
-        (lambda expert: {"tokenizer": {"source": expert}}, True, False),  # its rows are not the base model's
+        (lambda expert: {}, None, False),
+        (lambda expert: {"tokenizer": {"source": "base"}}, None, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, None, True),
+        (lambda expert: {"tokenizer_source": expert}, None, True),
+        (lambda expert: {"tokenizer_source": "union"}, None, True),
+        # Rows of the tokenizer are those of other tokens in the base model.
+        (lambda expert: {"tokenizer": {"source": expert}}, swap_ids, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, rename, False),
     ],
 )
 @pytest.mark.parametrize("method", ["slta", "featcal"])
 def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
     method: str,
     changes: Any,
-    moved: bool,
+    moved: Any,
     whole: bool,
     family: Family,
     tmp_path: Path,
@@ -69,7 +77,7 @@ def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
 ) -> None:
     """The markers of the expert's chats are tokens of its own, or in pieces, which is said once."""
     if moved:
-        swap_ids(family.experts[0])
+        moved(family.experts[0])
     ids = chat_model(family.experts[0])
     turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 3)
