@@ -237,7 +237,7 @@ def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(
     assert unreached
     assert unreached == {submodule for submodule, gram in found.grams.items() if not gram.any()}
     merged = families.merge(families.recipe(family, level="linear", samples=RECORDS), tmp_path / "merged")
-    expected = found.merged("linear", "base")
+    expected = found.merged("linear")
     assert_tensors_equal(loaded(merged), expected)
     base = found.models[0].state_dict()
     for key, tensor in expected.items():
