@@ -1,7 +1,7 @@
 """The weights of calibration tokens, by hand."""
 
 from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.featcal.answers import ANSWER_WEIGHT, token_weights
+from mergekit_slta.featcal.scratch import ANSWER_WEIGHT, token_weights
 
 W = ANSWER_WEIGHT
 

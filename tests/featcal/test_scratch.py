@@ -22,8 +22,7 @@ from support.families import Family
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import merge, scratch
-from mergekit_slta.featcal.answers import ANSWER_WEIGHT, token_weights
-from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.featcal.scratch import ANSWER_WEIGHT, SolvedModel, solve_model, token_weights
 from mergekit_slta.host import patches
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support import families
 
-from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.writers import Writer
+from mergekit_slta.featcal.groups import Writer, groups_by_layer
 from mergekit_slta.layers.residual import INPUT
 
 
