@@ -7,19 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from mergekit_slta.actmat.covariance import merged_task
-from mergekit_slta.layers.blend import Alpha, Blend
+from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.models.stacks import ExpertStack
 from mergekit_slta.recipe.settings import ActmatSettings
-
-
-def equal_weights(experts: int, keep_weight: float = 0.0) -> Alpha:
-    """The weights that give the average of the experts, and of the base model where its task counts."""
-    share = torch.full((experts,), 1 / (experts + keep_weight), dtype=torch.float64)
-    return lambda name: share
 
 
 class ActmatAnchor(Blend):
@@ -32,7 +26,8 @@ class ActmatAnchor(Blend):
     """
 
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
-        super().__init__(models, equal_weights(len(models) - 1, keep_weight))
+        share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
+        super().__init__(models, lambda name: share)
         self._keep_weight = keep_weight
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)

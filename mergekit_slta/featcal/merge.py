@@ -37,10 +37,9 @@ the output head is solved, too. Norms, embeddings, convolutions and routers are 
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -50,21 +49,23 @@ from mergekit_slta.engine.batches import Tasks
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams
+from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import SHARED, groups_by_layer, kept_in_words
-from mergekit_slta.featcal.head import HeadSolver
-from mergekit_slta.featcal.layer import LayerMerge, in_a_file
+from mergekit_slta.featcal.layer import LayerMerge, Setting, Tokens, in_a_file, solve_maps
 from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
-from mergekit_slta.featcal.solving import LayerTensors, Setting
+from mergekit_slta.featcal.regression import Change
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import head_input, tail_tensors
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 LOG = logging.getLogger(__name__)
 
+# The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
+HEAD_ELEMENTS = 2**28
 Owner = TypeVar("Owner")
 # In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
 ERRORS, RIDGES = "error.merged", "error.ridges"
@@ -159,17 +160,15 @@ class _FeatureMerge(Accumulator[Tensors]):
         base, *experts = weights
         owners = self._owners(base, experts)
         for key, stack in anchor.items():
-            if (
-                isinstance(stack, ExpertStack) and stack is not base[key]
-            ):  # a lazy stack is computed at every use: put it in a file
+            # A lazy stack would be computed at every use.
+            if isinstance(stack, ExpertStack) and stack is not base[key]:
                 anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
         passage = LayerPassage(self.decoder, layer, maps, owners, streams)
-        solver = LayerMerge(passage, LayerTensors(base, owners, anchor, later), self.setting)
+        solver = LayerMerge(passage, base, anchor, later, self.setting)
         for group in maps.groups:
             self.stage = f"layer {layer + 1} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        written = written_in(self.decoder)
-        merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
+        merged = {names[key]: tensor for key, tensor in solver.tensors().items()}
         return {**merged, **self._advance_streams(solver, streams)}
 
     def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
@@ -194,37 +193,56 @@ class _FeatureMerge(Accumulator[Tensors]):
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
         names, (base, *experts) = self.decoder.layer_tensors(layer), weights
-        stored = {key: found[name] for key, name in names.items() if name in found}
-        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()}
-        shared = {key: names[key] for key in names.keys() - merged.keys()}  # with an earlier layer, whose file has them
-        merged |= self.anchor.of(shared, [{key: own[key] for key in shared} for own in weights])
+        merged = {key: _placed(found[name], base[key]) for key, name in names.items()}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, self._owners(base, experts)[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
-        """The output head's tensors by the model's names; none if it stays the anchor's."""
-        if self.head is None:
+        """The output head's tensors by the model's names, solved without a prior; none if it stays the anchor's."""
+        head, decoder = self.head, self.decoder
+        if head is None:
             return {}
         self.stage = "output head"
-        return HeadSolver(self.head, self.anchor, self.owners, streams, self.setting, report).solve()
+        anchor = read_edges(decoder, self.anchor, [name for name in (head.weight, head.bias) if name])
+        solved = {name: tensor.clone() for name, tensor in anchor.items()}
+        rows, columns = head.matrix(anchor).shape
+        setting, step = self.setting, max(1, HEAD_ELEMENTS // columns)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            tasks = (self._head_tokens(head, task, part, streams, report) for task in range(len(self.owners)))
+            change = solve_maps(head.matrix(anchor)[part], tasks, setting, expected=streams.tokens)
+            assert isinstance(change, Change)  # there are tokens
+            if change.ridge is None:
+                LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")
+                return {}
+            setting = replace(setting, ridge=change.ridge)  # the choice of the first part holds for the whole head
+            solved[head.weight][part] += change.matrix
+            if head.bias is not None:
+                own = [read_edges(decoder, model, [head.bias])[head.bias][part] for model in self.owners]
+                solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(own))
+        return solved
 
-
-@functools.lru_cache(maxsize=1)
-def written_in(decoder: Decoder) -> dict[str, int]:
-    """For each layer tensor, by the model's name, the layer whose file holds it: the first that uses it."""
-    first: dict[str, int] = {}
-    for layer in range(len(decoder)):
-        for name in decoder.layer_tensors(layer).values():
-            first.setdefault(name, layer)
-    return first
+    def _head_tokens(
+        self, head: LinearMap, task: int, rows: slice, streams: Streams, report: Progress
+    ) -> Iterator[Tokens]:
+        """The head's inputs in the merged model, and what some rows of the task's model's head make of that model's."""
+        decoder, owner, tail = self.decoder, self.owners[task], tail_tensors(self.decoder)
+        merged_tail, own_tail = (read_edges(decoder, model, tail) for model in (self.anchor, owner))
+        own = head.matrix(read_edges(decoder, owner, [head.weight]))[rows]
+        for number, batch in streams.batches_of(task):
+            given = batch.unpadded(head_input(decoder, streams.hidden(MERGED, number), merged_tail))
+            own_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), own_tail))
+            yield Tokens(given, own_given @ own.T, batch.samples, batch.join(self.setting.weights))
+            if rows.start == 0:
+                report(len(batch.rows))
 
 
 def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
     """The shapes of the tensors that a layer's file holds, by the model's names."""
-    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), written_in(decoder)
-    return {name: state[key].shape for key, name in names.items() if written[name] == layer}
+    state = decoder.layers[layer].state_dict()
+    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

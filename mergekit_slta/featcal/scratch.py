@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.partial import Partial, run_of
 from mergekit_slta.engine.progress import progress_bar
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.answers import token_weights
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages, written_in
+from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
@@ -32,6 +32,9 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
+# Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
+# of prompts are often many and alike: a system prompt is the same in every sample.
+ANSWER_WEIGHT = 8.0
 FORMAT = 16  # changes with the folder's content and with the way that layers are solved
 
 
@@ -48,6 +51,8 @@ class SolvedModel:
         self.decoder = decoder
         self.layout = layout or Layout(decoder.model, decoder.tensor_names)
         self._partial = partial
+        layers = ((layer, decoder.layer_tensors(layer)) for layer in range(len(decoder)))
+        self._layers = {name: layer for layer, names in layers for name in names.values()}
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
@@ -68,7 +73,7 @@ class SolvedModel:
             return self.layout.restore(name, solved)
 
     def _file(self, target: str) -> Path:
-        layer = written_in(self.decoder).get(target)
+        layer = self._layers.get(target)
         return self._partial.edges_file if layer is None else self._partial.layer_file(layer)
 
     def is_language(self, name: str) -> bool:
@@ -112,6 +117,20 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     if not complete:
         _solve(experiment, settings, decoder, tasks, weights, head, partial)
     return SolvedModel(decoder, partial, experiment.layout)
+
+
+def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
+    """The weights [S] of the tokens of every sample of every task, in their order.
+
+    A token belongs to an answer if the next token of the answer is predicted from it, or if it is the answer's last.
+    """
+    weights = []
+    for task in data:
+        for row, answer in zip(task.token_ids, task.answers, strict=True):
+            weights.append(torch.ones(len(row)))
+            if answer:
+                weights[-1][answer[0] - 1 : answer[1]] = ANSWER_WEIGHT
+    return weights
 
 
 def require_solvable(experiment: Experiment) -> None:

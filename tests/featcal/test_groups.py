@@ -14,8 +14,9 @@ import transformers
 from support import families
 from support.architecture_scan import small_decoder
 
-from mergekit_slta.featcal.groups import find_groups, kept_in_words
+from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, kept_in_words
 from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.residual import INPUT
 from mergekit_slta.layers.trace import trace, trace_model
 
 ATTENTION = ("self_attn.q_proj/k_proj/v_proj", "self_attn.o_proj")
@@ -126,3 +127,29 @@ def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> 
     """DeepSeek V4's first output map: one map could not be told from its inputs and outputs."""
     kept = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).kept
     assert kept["self_attn.o_a_proj"] == "in a module that does more than multiply"
+
+
+# Which maps correct what the maps before them have missed; ``featcal_reference.WRITERS`` has more
+
+
+@pytest.mark.parametrize(
+    ("architecture", "writers"),
+    [
+        ("gemma2", {}),  # a norm is behind each branch
+        ("cohere", {"mlp.down_proj": Writer(1.0, {INPUT: 1.0, "self_attn": 1.0})}),  # beside the attention
+        (
+            "granite_moe_hybrid",  # its configuration multiplies every branch
+            {
+                "mamba.out_proj": Writer(0.4, {INPUT: 1.0}),
+                "shared_mlp.output_linear": Writer(0.4, {INPUT: 1.0, "mamba": 0.4, "block_sparse_moe": 0.4}),
+            },
+        ),
+        ("mixtral", {"self_attn.o_proj": Writer(1.0, {INPUT: 1.0})}),  # a router weighs the routed experts' outputs
+    ],
+)
+def test_maps_that_add_a_constant_times_their_output_are_writers(architecture: str, writers: dict[str, Writer]) -> None:
+    found = groups_by_layer(families.skeleton(architecture))[-1].writers
+    assert found.keys() == writers.keys()
+    for module, writer in writers.items():
+        assert found[module].factor == pytest.approx(writer.factor)
+        assert found[module].before == pytest.approx(writer.before)

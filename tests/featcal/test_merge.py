@@ -22,7 +22,7 @@ from support.reference import forget
 from support.rounding import rounding
 from support.slow import slow_but
 
-from mergekit_slta.featcal import head, regression
+from mergekit_slta.featcal import merge, regression
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.layer import ENOUGH_TOKENS
 from mergekit_slta.layers.decoder import Decoder
@@ -174,7 +174,7 @@ def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path
 
 def test_the_head_in_parts_is_the_same(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = merged_tensors(llama, tmp_path / "whole", ridge=0.1)
-    monkeypatch.setattr(head, "HEAD_ELEMENTS", 32 * 7)
+    monkeypatch.setattr(merge, "HEAD_ELEMENTS", 32 * 7)
     assert worst(merged_tensors(llama, tmp_path / "parts", ridge=0.1), whole) < 1e-6
 
 

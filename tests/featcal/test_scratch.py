@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from support import families
 from support.families import Family
 
+from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import merge, scratch
-from mergekit_slta.featcal.answers import ANSWER_WEIGHT, token_weights
-from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.featcal.scratch import ANSWER_WEIGHT as W
+from mergekit_slta.featcal.scratch import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
@@ -143,11 +144,19 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
-    assert torch.cat(weights).unique().tolist() == [1.0, ANSWER_WEIGHT]
+    assert torch.cat(weights).unique().tolist() == [1.0, W]
     tasks = [task.token_ids for task in data]
     families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights)
     solve(content, tmp_path / "solved")
     assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
+
+
+def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_it_goes() -> None:
+    samples = [(6, (3, 5)), (4, (3, 40)), (2, None), (2, (1, 2))]  # lengths, and the places of answers
+    ids, answers = (tuple(range(length)) for length, _ in samples), tuple(answer for _, answer in samples)
+    data = CalibrationData("a.jsonl", "", tuple(ids), tuple(range(len(samples))), answers)
+    expected = [[1, 1, W, W, W, 1], [1, 1, W, W], [1, 1], [W, W]]
+    assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
 
 
 def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
