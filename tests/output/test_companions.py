@@ -258,10 +258,19 @@ def test_a_merge_stops_where_its_chat_template_ends_a_turn(
     assert content(out / GENERATION).get("top_k") == (7 if "expert" in str(changes.values()) else None)
 
 
-def test_what_mergekit_does_not_download_is_fetched(recipe: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, {"tokenizer": {"source": "base"}}, {"chat_template": CHATML}], ids=str)
+def test_what_mergekit_does_not_download_is_fetched(
+    changes: dict[str, Any], recipe: dict[str, Any], tmp_path: Path
+) -> None:
     base = Path(recipe["base_model"])
+    older(base, "", {"rope_theta": 500000.0})
+    (base / "tekken.json").unlink()
+    (base / "merges.txt").write_text("#")
     (tmp_path / "hub/org").mkdir(parents=True)
     base.rename(tmp_path / "hub/org/base")
     with serve(tmp_path / "hub", tmp_path / "cache"):
-        found = copied(recipe | {"base_model": "org/base"}, tmp_path / "merged")
-    assert set(found) == {*TEMPLATES, *OTHERS} - {"additional_chat_templates/rag.jinja"}  # the stand-in has no folders
+        found = copied(recipe | {"base_model": "org/base"} | changes, tmp_path / "merged")
+    templates = {"additional_chat_templates/rag.jinja", "tekken.json"}  # the stand-in for the Hub has no folders
+    assert set(found) == {*TEMPLATES, *OTHERS} - templates
+    assert (tmp_path / "merged/merges.txt").is_file()
+    assert content(tmp_path / "merged/config.json")["rope_theta"] == 500000.0
