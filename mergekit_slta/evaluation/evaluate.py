@@ -127,11 +127,9 @@ class Comparison(Paragraphs):
         def table(cell: Callable[[TaskScore], str]) -> Table:
             return Table(["model", "average", *tasks], [[_cut(name), *map(cell, row)] for name, row in rows.items()])
 
+        yield "On held-out records of each task, the best model first:"
         if any(task.answers for task in tasks.values()):
-            yield (
-                f"Short answers (at most {SHORT_ANSWER} tokens) given exactly, on held-out records of each task, the "
-                "best average first"
-            )
+            yield f"Share of the short answers (at most {SHORT_ANSWER} tokens) that are given exactly"
             yield table(lambda score: as_percentage(score.exact, digits=0))
         if any(mean.kept is not None for mean in ranking.values()):
             yield (

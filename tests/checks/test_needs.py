@@ -11,6 +11,7 @@ from mergekit.config import MergeConfiguration
 from support import families
 from support.families import Family
 from support.hub import serve
+from support.processes import run_python
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.checks.needs import LIBRARIES, Needs, needs
@@ -37,6 +38,16 @@ def test_the_memory_of_each_method(llama: Family) -> None:
     assert one.memory == LIBRARIES + (4 * 3 + 4 * 2) * LAYER + 4 * WIDTH
     for method in ("actmat", "sftm"):
         assert needed(llama, method, calibration=False).memory == LIBRARIES + merging + sums
+
+
+def test_the_memory_that_is_said_is_about_what_a_merge_takes(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "slta", samples=2)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
+    code = "import resource, sys; from mergekit_slta.cli.commands import main; main(standalone_mode=False); "
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    done = run_python("-c", code, "merge", recipe, tmp_path / "out", "--quiet")
+    peak = 1024 * int(done.stdout.splitlines()[-1])
+    assert peak / 2 < needs(families.experiment(content)).memory < 2 * peak
 
 
 def test_a_mixture_takes_one_expert_of_a_layer_at_a_time(make_family: Any) -> None:

@@ -227,11 +227,11 @@ def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> Non
     found = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 50% 50%" in [" ".join(line.split()) for line in str(found).splitlines()]
-    assert "Short answers" not in str(found)
+    assert "short answers" not in str(found)
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
-    assert str(idle).startswith("Negative log-likelihood")  # nothing else to rank by
+    assert str(idle).split("\n\n")[1].startswith("Negative log-likelihood")  # nothing else to rank by
 
 
 def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paired: Family, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_command_writes_tables_and_json(outs: list[int], paired: Family, tmp
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
-    assert "expert expert1" in said and "given exactly, on held-out records" in said
+    assert "expert expert1" in said and "On held-out records" in said and "given exactly" in said
     scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
     assert scores[str(merged[0])]["kept"] in (1.0, None)
     assert list(scores) == ["base", "expert expert0", "expert expert1", *map(str, merged)]
