@@ -44,9 +44,8 @@ class ActmatAnchor(Blend):
             tensors: the base model's, then the experts'.
             later: the keys of ``whole_maps`` that stay the base model's, because ``prior_of`` solves them.
         """
-        base = tensors[0]
-        now = [{key: tensor for key, tensor in own.items() if key not in later} for own in tensors]
-        blended = {**base, **super().of(names, now)}
+        others = [{key: tensor for key, tensor in own.items() if names[key] not in self._maps} for own in tensors]
+        blended = {**tensors[0], **super().of(names, others)}
         for key, name in names.items():
             if name in self._maps and key not in later:
                 blended[key] = self._merged(name, [own[key] for own in tensors])

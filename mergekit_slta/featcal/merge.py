@@ -110,11 +110,7 @@ def feature_merge(
     counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
     setting = Setting(ridge, counts, weights, ranks, partial.folder)
     merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head)
-    tensors = pass_layers(
-        merge,
-        partial=partial,
-        progress=lambda samples: progress(merge.stage, samples),
-    )
+    tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
     if ranks.first:
         partial.finish(tensors)
     ranks.wait()

@@ -207,6 +207,17 @@ def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_name
     assert len(kept) < LAYERS * 4 * 2
 
 
+def test_what_layers_share_stays_the_anchors_and_is_said_once(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = make_family("zamba2", records=2)
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta.featcal"):
+        found = merged_tensors(family, tmp_path)
+    anchor, shared = families.actmat_state(family), trace(family.config).shared_tensors & found.keys()
+    assert shared and all(torch.equal(found[name].double(), anchor[name]) for name in shared)
+    assert caplog.text.count("(shared by several layers)") == 1
+
+
 def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
