@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -17,7 +18,7 @@ def progress_bar(
     doing: str, models: Iterable[object], total: int, quiet: bool
 ) -> Iterator[Callable[[str, int], object]]:
     """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took."""
-    loading = f"{doing}: loading {', '.join(map(str, models))}"
+    loading = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}"
     with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, disable=quiet) as bar:
 
         def progress(at_hand: str, steps: int) -> None:

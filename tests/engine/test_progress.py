@@ -84,6 +84,6 @@ def test_a_feature_merge_says_which_maps_of_which_layer_it_solves(
     families.merge(families.recipe(llama, "featcal", experts=[0, 1], samples=3), tmp_path / "out", quiet=False)
     said = lines(shown)
     layers = llama.config.num_hidden_layers
-    assert said[0].startswith("Solving: loading ") and str(llama.experts[1]) in said[0]
+    assert said[0].startswith("Solving: loading ") and llama.experts[1].name in said[0]
     assert any(line.startswith(f"Solving: layer {layers} of {layers}, ") for line in said)
     assert said[-1].split("|")[0].endswith(": 100%")

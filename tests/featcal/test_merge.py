@@ -295,7 +295,7 @@ def test_progress_counts_every_sample_at_every_stage(llama: Family, tmp_path: Pa
     seen: list[tuple[str, int]] = []
     families.feature_merge(llama, tmp_path, progress=lambda *step: seen.append(step))
     assert sum(samples for _, samples in seen) == (LAYERS * 4 + 1) * sum(map(len, llama.token_ids()))
-    assert {f"layer 0 of {LAYERS}, self_attn.q_proj/k_proj/v_proj", "output head"} < {stage for stage, _ in seen}
+    assert {f"layer 1 of {LAYERS}, self_attn.q_proj/k_proj/v_proj", "output head"} < {stage for stage, _ in seen}
 
 
 def test_tokens_without_features_have_no_relative_error(make_family: MakeFamily, tmp_path: Path) -> None:

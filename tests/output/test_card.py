@@ -113,7 +113,7 @@ def test_a_second_merge_replaces_the_card_of_the_first(llama: Family, tmp_path: 
     families.merge(families.recipe(llama, "actmat", calibration=False), out, **OPTIONS)
     card: Any = ModelCard.load(out / "README.md")
     assert "actmat" in card.data.tags and "slta" not in card.data.tags and "alpha.png" not in card.text
-    assert not list((out / "mergekit-slta").iterdir())
+    assert not (out / "mergekit-slta").exists()
 
 
 def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
