@@ -16,8 +16,16 @@ import mergekit_slta as slta
 def main(folder: Path) -> None:
     """Merge the family in ``folder/family``; everything that is written goes to ``folder/python``."""
     family, out = folder / "family", folder / "python"
-    data = {str(family / file.stem): str(file) for file in sorted((family / "calibration").glob("*.jsonl"))}
-    recipe = slta.Recipe(str(family / "base"), data, level="attn_mlp")
+    files = sorted((family / "calibration").glob("*.jsonl"))
+    recipe = slta.Recipe(
+        {
+            "merge_method": "slta",
+            "base_model": family / "base",
+            "models": [{"model": family / file.stem, "parameters": {"calibration": file}} for file in files],
+            "parameters": {"level": "attn_mlp"},
+            "dtype": "float32",
+        }
+    )
 
     # What is wrong with the recipe, from configurations, file headers and data alone.
     print(slta.check(recipe))

@@ -73,13 +73,13 @@ def test_mypy_finds_what_a_user_misspells(tmp_path: Path) -> None:
     )
     (tmp_path / "own.py").write_text("""\
 import mergekit_slta as slta
-recipe = slta.Recipe("base", {"math": "math.jsonl"}, level="layer", samples=3)
+recipe = slta.Recipe({"base_model": "base", "merge_method": "slta"})
 solution = slta.measure(recipe, device="cuda").solve("layer", ridge=0.1)
 reveal_type(solution)
 slta.mesure(recipe)
 slta.merge(recipe, "out", devise="cuda")
 slta.evaluate(recipe, "out", samples="3")
-slta.Recipe("base", "math", "sftm", lamda=0.3)
+slta.check(recipe, quite=True)
 """)
     said = run_python("-m", "mypy", "own.py", cwd=tmp_path).stdout.splitlines()
     assert said[0] == 'own.py:4: note: Revealed type is "mergekit_slta.slta.solution.Solution"'

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import huggingface_hub
-import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
@@ -25,7 +24,7 @@ from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.experiment import Experiment, opened, require_device
+from mergekit_slta.recipe.experiment import Experiment, Options, opened, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
@@ -72,29 +71,20 @@ class Findings(Paragraphs):
 def check(
     recipe: RecipeOrFile,
     out_path: str | os.PathLike[str] | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Findings:
     """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
         out_path: the folder of the merged model, to check that there is room for it.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         Problems, which keep the recipe from being merged, or notes and the merge's download, disk and
         memory; ``print`` shows them as sentences.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet, any_device=True)
+    experiment = opened(recipe, options, any_device=True)
     try:
         experiment.recipe.require_sound()
     except SltaError as error:

@@ -8,15 +8,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, Unpack
 
-import torch
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.data.records import Span
 from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names
 from mergekit_slta.words import enumerated
@@ -175,12 +174,7 @@ def evaluate(
     recipe: RecipeOrFile | Experiment,
     merged: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     samples: int | SupportsIndex = 100,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Comparison:
     """Rank merged models, the base model and the experts by how they do every task.
 
@@ -193,11 +187,7 @@ def evaluate(
             is opened already there are no options.
         merged: the folder that a merge was written to, or several.
         samples: how many records per task.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         The scores of all models on each task; printed, it is tables.
@@ -206,7 +196,7 @@ def evaluate(
         SltaError: an expert has no calibration source, no task has a record left, or a model cannot be run by layers.
     """
     given = recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe))
-    experiment = opened(given, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = opened(given, options)
     listed = [merged] if isinstance(merged, (str, os.PathLike)) else merged
     folders = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in listed))
     if not folders:

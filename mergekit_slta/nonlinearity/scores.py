@@ -12,7 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import SupportsIndex
+from typing import SupportsIndex, Unpack
 
 import torch
 
@@ -27,7 +27,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
 from mergekit_slta.nonlinearity.result import Linearity, Value
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 
 LOG = logging.getLogger(__name__)
@@ -204,12 +204,7 @@ def linearity(
     samples: int | SupportsIndex = 5,
     pairs: bool = True,
     triples: bool = False,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Linearity:
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 
@@ -219,11 +214,7 @@ def linearity(
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         Every score by level, expert or merge, and submodule; printed, it is a table.
@@ -232,7 +223,7 @@ def linearity(
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
             the models, or one sample does not fit into memory.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
     plan = plan_linearity(experiment, chosen, samples=whole_number("samples", samples), pairs=pairs, triples=triples)
     LOG.info("%s.", plan)

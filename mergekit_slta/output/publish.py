@@ -19,8 +19,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta import files
 from mergekit_slta.checks.tensors import complete_checkpoints
+from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
-from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import listed, open_model, weight_map
@@ -112,8 +113,7 @@ def publish(
         raise SltaError(f"'{repository}' is no repository's name on the Hub: write ORG/NAME.")
     if not folder.is_dir():
         raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
-    if (folder / PARTIAL_OF_MERGE).exists():
-        raise SltaError(f"The merge into {folder} is not finished: run it again, it goes on where it ended.")
+    require_finished(folder)
     tokenizer, recipe = _checked(folder, trust_remote_code, quiet)
     notes = []
     if not tokenizer.chat_template:

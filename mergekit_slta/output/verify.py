@@ -6,18 +6,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from mergekit.common import dtype_from_name
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
 
+from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.headers import Headers, folder_headers
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.output.usable import lacking_files, loading_problems
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.tables import Paragraphs
@@ -55,12 +57,7 @@ class Verification(Paragraphs):
 def verify(
     recipe: RecipeOrFile,
     merged: str | os.PathLike[str],
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Verification:
     """Re-read a merged model tensor by tensor, and say whether programs can use it.
 
@@ -72,11 +69,7 @@ def verify(
     Args:
         recipe: the recipe that was merged, or its file.
         merged: the folder that the merge was written to.
-        device: taken as everywhere; nothing is computed here.
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge a base model's LoRA in.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         What is wrong.
@@ -84,8 +77,9 @@ def verify(
     Raises:
         SltaError: the recipe or its base model cannot be opened, or the merged model's files cannot be read.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = opened(recipe, options)
     folder, config = Path(merged).expanduser(), experiment.recipe.config
+    require_finished(folder)
     stored, wanted = folder_headers(folder), _planned(experiment)
     lost = [name for name in wanted if name not in stored]
     strange = [name for name in stored if wanted and name not in wanted]

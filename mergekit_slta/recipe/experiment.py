@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from mergekit.architecture import ModelArchitecture
@@ -35,6 +35,24 @@ from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
+
+
+class Options(TypedDict, total=False):
+    """The options of a run, which every function that opens models takes, with mergekit's meanings.
+
+    Attributes:
+        device: where to compute: "cpu" (the default), "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
+    """
+
+    device: str | torch.device
+    trust_remote_code: bool
+    lora_merge_cache: str | None
+    transformers_cache: str | None
+    quiet: bool
 
 
 class Experiment:
@@ -302,29 +320,13 @@ def require_device(name: str) -> None:
         ) from error
 
 
-def opened(
-    recipe: RecipeOrFile | Experiment,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
-    *,
-    any_device: bool = False,
-) -> Experiment:
+def opened(recipe: RecipeOrFile | Experiment, options: Options, *, any_device: bool = False) -> Experiment:
     """The experiment of a recipe; one that is opened keeps its options.
 
-    The arguments are those of ``measure``, and whether a device that cannot compute is for the checks to refuse.
+    ``any_device``: a device that cannot compute is for the checks to refuse.
     """
     if isinstance(recipe, Experiment):
         return recipe
     if not any_device:
-        require_device(str(device))
-    return Experiment(
-        recipe,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        lora_merge_cache=lora_merge_cache,
-        transformers_cache=transformers_cache,
-        quiet=quiet,
-    )
+        require_device(str(options.get("device", "cpu")))
+    return Experiment(recipe, **options)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
@@ -21,7 +22,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
@@ -37,12 +38,7 @@ def measure(
     recipe: RecipeOrFile,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Statistics:
     """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
 
@@ -55,11 +51,7 @@ def measure(
         levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
         path: the statistics file, which is created if it does not exist; or a published one,
             ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``; without one nothing is written.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
@@ -67,7 +59,7 @@ def measure(
     Raises:
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = opened(recipe, options)
     found = measured_statistics(experiment, levels, path)
     names = (found.info.base_model, *found.info.models)
     return replace(found, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))

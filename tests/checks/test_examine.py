@@ -20,7 +20,6 @@ from support.hub import serve
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.host import patches
-from mergekit_slta.recipe.recipe import Recipe
 
 # What is looked at
 
@@ -49,7 +48,7 @@ def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_p
 
 
 def test_the_frame_of_a_sound_recipe_holds_the_sentences_that_are_printed(family: Family) -> None:
-    found = check(Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2))
+    found = check(families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2))
     frame = found.to_frame()
     assert frame["sentence"].tolist() == str(found).replace("Note: ", "").splitlines()
     assert frame["kind"].tolist() == ["verdict", *["note"] * len(found.notes), *["need"] * 3]

@@ -69,7 +69,7 @@ def test_what_runs_models_says_what_it_loads_and_ends_with_all_prompts(
     data = {str(expert): str(file) for expert, file in zip(llama.experts[:2], llama.data[:2], strict=True)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # tqdm warns of more than all
-        run(Recipe(llama.base, data, samples=3), llama)
+        run(families.recipe_of(llama.base, data, samples=3), llama)
     said = [line.split("|")[0] for line in lines(shown) if line.startswith(doing)]
     loading = said[0].removeprefix(f"{doing}: loading ").split(", ")
     assert said[0].endswith(":   0%") and len(loading) == models

@@ -39,7 +39,7 @@ def write_pairs(family: Family, record: Callable[[str, str], dict[str, Any]]) ->
 
 def recipe_of(family: Family, **settings: Any) -> Recipe:
     data = dict(zip(map(str, family.experts), family.data, strict=True))
-    return Recipe(family.base, data, **{"samples": SAMPLES, "max_tokens": 24} | settings)
+    return families.recipe_of(family.base, data, **{"samples": SAMPLES, "max_tokens": 24} | settings)
 
 
 def held_out_records(family: Family, task: int) -> list[dict[str, str]]:
@@ -102,7 +102,7 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
 
 def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
     experts = dict(zip(map(str, paired.experts[:1]), paired.data[:1], strict=True))
-    content = Recipe(
+    content = families.recipe_of(
         paired.base, {**experts, str(paired.base): paired.data[1]}, samples=SAMPLES, max_tokens=24, level="layer"
     )
     outs = [paired.experts[0], paired.base, paired.experts[1]]
@@ -160,7 +160,7 @@ def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
     ).merge_and_unload().save_pretrained(math)
     whole, lora = (
         evaluate(
-            Recipe(paired.base, {name: own, str(code): other}, samples=SAMPLES, max_tokens=24),
+            families.recipe_of(paired.base, {name: own, str(code): other}, samples=SAMPLES, max_tokens=24),
             math,
             quiet=True,
             lora_merge_cache=str(tmp_path / "cache"),
@@ -285,7 +285,9 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
     plain = {str(expert): {"calibration": str(data)} for expert, data in zip(paired.experts, paired.data, strict=True)}
     first = str(paired.experts[0])
     tested = {**plain, first: plain[first] | {"evaluation": str(test_data)}}
-    content, without = (Recipe(paired.base, experts, samples=SAMPLES, max_tokens=24) for experts in (tested, plain))
+    content, without = (
+        families.recipe_of(paired.base, experts, samples=SAMPLES, max_tokens=24) for experts in (tested, plain)
+    )
     found = evaluate(content, paired.experts[1], quiet=True)
     assert [task.records for task in found.tasks.values()] == [len(others), RECORDS - SAMPLES]
     assert found.tasks["expert1"] == evaluate(without, paired.experts[1], quiet=True).tasks["expert1"]
@@ -306,7 +308,7 @@ def test_one_folder_is_enough_and_none_is_refused(paired: Family) -> None:
 
 def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None:
     with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
-        evaluate(Recipe(paired.base, ["x"]), paired.base, quiet=True)
+        evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
     opened = families.experiment(families.recipe(paired, calibration=False, statistics="stats.safetensors"))
     with pytest.raises(SltaError) as caught:
         evaluate(opened, paired.base)

@@ -18,7 +18,6 @@ from mergekit_slta import __version__
 from mergekit_slta.host import patches
 from mergekit_slta.output import card as module
 from mergekit_slta.output.card import INSTALL
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import Statistics
 
 OPTIONS = {"write_model_card": True}
@@ -97,7 +96,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
         "org/local": {"calibration": "/home/somebody/private data.jsonl"},
         "org/base+org/adapter@v1": {"calibration": "a.jsonl"},
     }
-    recipe = Recipe("org/base", experts)
+    recipe = families.recipe_of("org/base", experts)
     found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe.config, recipe.text))
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]

@@ -78,13 +78,12 @@ def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
 
 
 def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
-    made = Recipe(
-        "org/base",
-        {"org/math": Path("math.jsonl"), "org/code": {"calibration": "code.jsonl", "template": "{q}"}},
-        level="layer",
-        samples=4,
-        out_dtype="bfloat16",
-    )
+    models = [
+        {"model": "org/math", "parameters": {"calibration": Path("math.jsonl")}},
+        {"model": "org/code", "parameters": {"calibration": "code.jsonl", "template": "{q}"}},
+    ]
+    content = {"merge_method": "slta", "base_model": "org/base", "models": models, "out_dtype": "bfloat16"}
+    made = Recipe(content | {"parameters": {"level": "layer", "samples": 4}, "dtype": "float32"})
     (tmp_path / "recipe.yml").write_text(made.text)
     for found in (made, Recipe.load(tmp_path / "recipe.yml")):
         assert found.settings == SltaSettings(level="layer", samples=4)
@@ -95,8 +94,6 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
         assert str(found.base) == "org/base"
         assert (found.config.dtype, found.config.out_dtype) == ("float32", "bfloat16")
     assert repr(made) == made.text.rstrip()
-    without_data = Recipe("org/base", ["org/math", "org/code"], "sftm", lambda_=0.3)
-    assert without_data.settings.model_dump(by_alias=True) == {"lambda": 0.3, "rank": 0}
 
 
 def test_a_merged_table_may_repeat_the_keys_of_the_one_that_it_extends() -> None:

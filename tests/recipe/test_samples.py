@@ -15,7 +15,7 @@ from support.families import Family
 from transformers import AutoTokenizer
 
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe, Task
+from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -23,7 +23,7 @@ SETTINGS = CalibrationSettings(samples=3, max_tokens=12, seed=1)
 
 
 def samples_of(base: Path) -> Samples:
-    experiment = Experiment(Recipe(str(base), {"expert": "x.jsonl"}))
+    experiment = Experiment(families.recipe_of(str(base), {"expert": "x.jsonl"}))
     return Samples(SETTINGS, experiment.tokenizer(ModelReference.parse(str(base))), experiment.tokenizer)
 
 

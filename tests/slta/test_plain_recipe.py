@@ -25,7 +25,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta import plain_recipe as module
 from mergekit_slta.slta.measure import measure, measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
@@ -61,7 +60,7 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
         config = families.config_of(architecture, **changes)
         family = families.make_family(folder / architecture, config, experts=3, records=3)
         file = folder / architecture / "stats.safetensors"
-        recipe = Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
+        recipe = families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
         statistics = measured_statistics(Experiment(recipe, quiet=True), levels, file)
         for level in levels:
             experts = (2, 0) if level == "layer" else (0, 1, 2)
@@ -272,7 +271,7 @@ def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
 
 
 def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: Family, tmp_path: Path) -> None:
-    own = Recipe(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
+    own = families.recipe_of(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
     measured = measure(own, path=tmp_path / "stats.safetensors", quiet=True)
     paths = [str(llama.experts[2]), str(llama.experts[0])]
     part = measured.select(*(Path(path).name for path in paths)).first_samples(1).solve()

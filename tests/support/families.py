@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -625,6 +625,14 @@ def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
+
+
+def recipe_of(base: object, experts: Mapping[Any, Any], method: str = "slta", **parameters: Any) -> Recipe:
+    """A recipe of experts, each with its calibration source or with a table of its parameters."""
+    tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in experts.items()}
+    models = [{"model": str(name), "parameters": table} for name, table in tables.items()]
+    content = {"merge_method": method, "base_model": base, "models": models, "parameters": parameters}
+    return Recipe(content | {"dtype": "float32"})
 
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:

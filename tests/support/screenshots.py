@@ -50,6 +50,11 @@ def main(folder: Path, real: Path | None = None) -> None:
                     _save(drawn, f"figures/{prefix}{figure.name}")
 
 
+def _recipe(base: str, data: dict[str, str]) -> slta.Recipe:
+    models = [{"model": model, "parameters": {"calibration": file}} for model, file in data.items()]
+    return slta.Recipe({"merge_method": "slta", "base_model": base, "models": models, "dtype": "float32"})
+
+
 def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: slta.Statistics) -> None:
     """Draw the figures of the gallery as PNG files.
 
@@ -63,8 +68,8 @@ def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: sl
     out.mkdir(parents=True, exist_ok=True)
     slta.report(statistics, out)
     first = next(iter(data.items()))
-    slta.report(slta.measure(slta.Recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
-    write_linearity(slta.linearity(slta.Recipe(base, data), quiet=True), out)
+    slta.report(slta.measure(_recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
+    write_linearity(slta.linearity(_recipe(base, data), quiet=True), out)
     (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
     for number in range(2, len(data) + 1):
         (out / f"distances-{number}.png").unlink()  # as that of the first expert
@@ -82,7 +87,7 @@ def _draw_real(folder: Path, out: Path) -> None:
 
     family = real_family.train_family(folder, 0, list(real_family.TASKS)[:3])
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
-    statistics = slta.measure(slta.Recipe("../base", data), quiet=True)
+    statistics = slta.measure(_recipe("../base", data), quiet=True)
     _draw(out, "../base", data, "../base.jsonl", statistics)
 
 
