@@ -16,6 +16,7 @@ __all__ = [
     "SltaError",
     "Solution",
     "Statistics",
+    "ask",
     "check",
     "evaluate",
     "linearity",
@@ -28,6 +29,7 @@ __all__ = [
 
 # For type checkers here, and for Python below: each name is imported on first use, because torch takes seconds.
 if TYPE_CHECKING:
+    from mergekit_slta.asking.ask import ask
     from mergekit_slta.checks.examine import check
     from mergekit_slta.errors import SltaError
     from mergekit_slta.evaluation.evaluate import evaluate
@@ -46,6 +48,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         "SltaError": "errors",
         "Solution": "slta.solution",
         "Statistics": "slta.statistics",
+        "ask": "asking.ask",
         "check": "checks.examine",
         "evaluate": "evaluation.evaluate",
         "linearity": "nonlinearity.scores",

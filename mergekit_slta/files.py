@@ -11,6 +11,8 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from mergekit_slta.errors import SltaError
+
 # What a merge makes beside its weights lies in a folder of its output, because some programs load every .safetensors
 # file that lies beside the weights.
 STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
@@ -22,6 +24,15 @@ def write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_bytes(content)
+
+
+def new_file(path: str | os.PathLike[str], extension: str) -> Path:
+    """A file to write, which may not be there yet, and is read by its extension."""
+    found = Path(path).expanduser()
+    if found.suffix != extension or found.exists():
+        problem = "is there already and was not touched" if found.exists() else f"does not end in {extension}"
+        raise SltaError(f"{found} {problem}: name another file.")
+    return found
 
 
 @contextlib.contextmanager

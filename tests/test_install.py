@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
 
-# What the package holds beside Python: a template, and the mark that tells type checkers to read its types.
-DATA = {"mergekit_slta/reports/page.html.jinja", "mergekit_slta/py.typed"}
+# What the package holds beside Python: a template, prompts, and the mark that tells type checkers to read its types.
+DATA = {"mergekit_slta/reports/page.html.jinja", "mergekit_slta/data/prompts.yml", "mergekit_slta/py.typed"}
 
 WAITS = """
 import sys

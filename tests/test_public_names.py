@@ -14,8 +14,8 @@ import mergekit_slta
 
 PACKAGE = Path(str(mergekit_slta.__file__)).parent
 PROMISED = [
-    *("Recipe", "SltaError", "Solution", "Statistics", "check", "evaluate", "linearity", "measure", "merge"),
-    *("publish", "report", "verify"),
+    *("Recipe", "SltaError", "Solution", "Statistics", "ask", "check", "evaluate", "linearity", "measure"),
+    *("merge", "publish", "report", "verify"),
 ]
 
 

@@ -18,7 +18,7 @@ FLOORS = (
     ("checks", "reports"),
     ("featcal", "nonlinearity"),
     ("slta",),
-    ("evaluation",),
+    ("evaluation", "asking"),
     ("recipe",),
     ("engine",),
     ("layers", "sftm", "actmat"),

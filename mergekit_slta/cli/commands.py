@@ -17,6 +17,7 @@ from mergekit_slta.cli.options import (
     MODELS_HELP,
     OUTPUT_FILE,
     TASK_WEIGHT_HELP,
+    TOPIC_HELP,
     MergeCommand,
     ModelCommand,
     applied,
@@ -29,6 +30,7 @@ from mergekit_slta.cli.options import (
     recipe_path,
     trusted_code,
 )
+from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, files_named
 from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
@@ -73,6 +75,38 @@ def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tu
     recipe also has prompts of the base model, whose abilities the merge keeps.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
+
+
+@main.command(cls=ModelCommand, short_help="Have a model answer prompts, write calibration data.")
+@click.argument("model", required=False)
+@click.argument("prompts", required=False, default="")
+@click.option(
+    "-o", "--output", "out", required=True, metavar="FILE", type=OUTPUT_FILE, help="The .jsonl file to write."
+)
+@click.option("--topic", "topics", multiple=True, type=click.Choice(TOPICS), help=TOPIC_HELP)
+@click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="The most prompts to ask.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
+@click.option("--prompts-only", is_flag=True, help="Write the prompts that come with the package to a .txt file.")
+def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: bool, **options: Any) -> None:
+    """Have MODEL answer prompts, and write its own answers to FILE, ready as `calibration`.
+
+    PROMPTS is a file or dataset, as `calibration` takes it, without the answers in it; by default general prompts that
+    come with the package. An adapter is written behind its base model, BASE+ADAPTER. The whole model is in memory.
+    After an interruption the same command goes on. With --prompts-only no MODEL is needed: any server may answer.
+    """
+    if prompts_only and model:
+        raise SltaError("--prompts-only asks no model, and writes the prompts of the package: leave MODEL out.")
+    if prompts_only:
+        chosen = general_prompts(topics)[: options["samples"]]
+        files.write(files.new_file(out, ".txt"), "".join(f"{prompt}\n" for prompt in chosen).encode())
+    elif model:
+        from mergekit_slta.asking.ask import ask as answered
+
+        settings = {name: options.pop(name) for name in ("prompts", "samples", "max_new_tokens")}
+        answered(model, out, topics=topics, **settings, **applied(options))
+    else:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    click.echo(f"{out} written.")
 
 
 @main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")

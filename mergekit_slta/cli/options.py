@@ -17,6 +17,7 @@ CALIBRATION_HELP = (
     "base model's prompts."
 )
 TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
+TOPIC_HELP = "Which of the package's prompts to ask. May be given several times.  [default: all]"
 KEEP_WEIGHT_HELP = "How much the base model's prompts count, if STATS has any; 0 leaves them out.  [default: 1.0]"
 MODELS_HELP = "Merge only these experts, by their names in the table or in STATS.  [default: all]"
 MODEL_HELP = (

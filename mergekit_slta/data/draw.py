@@ -11,13 +11,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mergekit_slta.data.chats import Span, Turns, UnfitRecord
-from mergekit_slta.data.records import Text, record_text
+from mergekit_slta.data.records import Record, Text, record_text
 from mergekit_slta.data.sources import read_records
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.words import counted
@@ -216,11 +216,36 @@ class CalibrationSource:
         # Its first token must be predicted from another.
         return tuple(ids[: self.max_tokens]), (inside[0], inside[-1] + 1) if inside and inside[0] else None
 
-    def _render_chat(self, turns: Turns, tools: list[Any] | None = None) -> str:
+    def _render_chat(self, turns: Turns, tools: list[Any] | None = None, **more: bool) -> str:
         template = str(self._chat_tokenizer.get_chat_template(tools=tools))
         if "strftime_now" in template:
             template = CLOCK + template
-        return str(self.tokenizer.apply_chat_template(turns, tools, chat_template=template, tokenize=False))
+        return str(self.tokenizer.apply_chat_template(turns, tools, chat_template=template, tokenize=False, **more))
+
+    def asked(self, record: Record, where: object) -> tuple[str, tuple[int, ...]]:
+        """A record of ``messages`` as a model is given it that is to answer: its text, and the text's token ids.
+
+        Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
+        """
+        if self.has_chat_template:
+            render = partial(self._render_chat, add_generation_prompt=True)
+            text = record_text(record, "", where=where, render_chat=render)
+        else:
+            text = Text("".join(f"{turn['content']}\n" for turn in record["messages"]))
+        ids, _ = self._encode(text)
+        return text.text, ids if text.is_chat or ids[-1] != self.tokenizer.eos_token_id else ids[:-1]
+
+    def tokens(self, record: Record) -> tuple[int, ...]:
+        """The token ids of a record; none if it does not fit."""
+        with contextlib.suppress(UnfitRecord):
+            return self._encode(record_text(record, self.template, where="it", render_chat=self._render_chat))[0]
+        return ()
+
+    @property
+    def has_chat_template(self) -> bool:
+        with contextlib.suppress(ValueError, NotImplementedError):
+            return bool(self.tokenizer.get_chat_template())
+        return False
 
     @cached_property
     def _split_markers(self) -> set[str]:

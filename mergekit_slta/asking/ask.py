@@ -1,0 +1,253 @@
+"""Have a model answer prompts: its own answers, as calibration data that gives the very same tokens again."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+import torch
+import transformers
+from mergekit.common import get_auto_cls
+
+from mergekit_slta import files
+from mergekit_slta.data import chats
+from mergekit_slta.data.draw import CalibrationSource
+from mergekit_slta.data.prompts import general_prompts
+from mergekit_slta.data.records import CHAT_FIELDS, Record, in_a_list
+from mergekit_slta.data.sources import read_records
+from mergekit_slta.engine.progress import progress_bar
+from mergekit_slta.errors import SltaError, reading, whole_number
+from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.words import counted
+
+LOG = logging.getLogger(__name__)
+
+BATCH = 16  # prompts that are answered together
+WHOLE = 2**40  # tokens: more than any prompt has
+PROMPT_FIELDS = (*zip(CHAT_FIELDS), ("prompt",), ("question",), ("instruction", "input"), ("text",))
+
+
+class _Prompt(NamedTuple):
+    record: dict[str, Any]  # its turns and tools, without an answer
+    text: str  # what the model is given
+    ids: tuple[int, ...]
+
+
+class _Answer(NamedTuple):
+    record: dict[str, Any]  # with the answer; {} if that is empty
+    cut: bool
+    differs: bool  # the record does not give all tokens that the model was given and produced
+
+
+def ask(
+    model: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    prompts: str | os.PathLike[str] = "",
+    *,
+    topics: Sequence[str] = (),
+    samples: int = 100,
+    max_new_tokens: int = 512,
+    **options: Unpack[Options],
+) -> Path:
+    """Write a model's own answers to prompts, always the likeliest next token, as calibration data.
+
+    The whole model is in memory, in the type that it is stored in. A run that was killed goes on where it ended. What
+    is cut off, empty or skipped is counted and logged.
+
+    Args:
+        model: a folder or a Hub id; an adapter behind its base model, ``BASE+ADAPTER``.
+        out: the ``.jsonl`` file to write, of records with ``messages``, or with ``prompt`` and ``completion`` if the
+            model has no chat template; also with ``text`` where its template would write something else.
+        prompts: a file or dataset, as ``calibration`` takes it, whose answers are left out; by default the general
+            prompts that come with the package.
+        topics: which of the general prompts; all by default.
+        samples: how many prompts, if there are so many.
+        max_new_tokens: the most tokens of an answer.
+        options: see ``Options``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        SltaError: the file is there already, the model or the prompts cannot be used, or no prompt is answered.
+    """
+    path, limit = files.new_file(out, ".jsonl"), whole_number("max_new_tokens", max_new_tokens)
+    recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
+    experiment, (reference,) = opened(recipe, options), recipe.references
+    tokenizer, positions = experiment.tokenizer(reference), experiment.model(reference).size("max_position_embeddings")
+    source = CalibrationSource(os.fspath(prompts), "", tokenizer, lambda: tokenizer, WHOLE, 0)
+    asked = _asked(source, topics, whole_number("samples", samples), (positions or WHOLE) - limit)
+    checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
+    run = files.digest([checkpoint.fingerprint(), [prompt.ids for prompt in asked], limit])
+    known = _finished(beside, run)
+    files.write(beside, _lines(run, *known.items()).encode())
+    # Prompts of about one length are answered together, and in the same batches when the run is started again.
+    order = sorted(range(len(asked)), key=lambda number: len(asked[number].ids))
+    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    batches = [batch for batch in batches if not known.keys() >= {*batch}]
+    with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
+        loaded = _loaded(experiment, checkpoint) if batches else None
+        progress("the first prompts", len(asked) - sum(map(len, batches)))
+        for batch in batches:
+            produced = _produced(loaded, [asked[number].ids for number in batch], limit)
+            finished = {
+                number: _answer(source, asked[number], *ids) for number, ids in zip(batch, produced, strict=True)
+            }
+            with beside.open("a", encoding="utf-8") as file:
+                file.write(_lines(*finished.items()))
+            known |= finished
+            progress(f"{len(known)} of {counted(len(asked), 'prompt')}", len(batch))
+    answers = [known[number] for number in range(len(asked))]
+    for number, what in (
+        (sum(not answer.record for answer in answers), "empty and left out"),
+        (sum(answer.cut for answer in answers), f"cut off after {limit} tokens: raise max_new_tokens"),
+        (sum(answer.differs for answer in answers), "split into other tokens when they calibrate"),
+    ):
+        if number:
+            LOG.warning(
+                "%s: %s of %d %s.",
+                path,
+                counted(number, "answer"),
+                len(answers),
+                f"{'is' if number == 1 else 'are'} {what}",
+            )
+    if not any(answer.record for answer in answers):
+        raise SltaError(f"{reference} has answered none of {counted(len(answers), 'prompt')}: name other prompts.")
+    files.write(path, _lines(*(answer.record for answer in answers if answer.record)).encode())
+    beside.unlink()
+    return path
+
+
+def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longest: int) -> list[_Prompt]:
+    """The prompts that a model is asked, with at most ``longest`` tokens; what is skipped is counted and logged."""
+    if topics and source.source:
+        raise SltaError("Topics choose among the prompts that come with the package: leave them out, or PROMPTS.")
+    if source.source:
+        records = read_records(source.source)
+        order = random.Random(0).sample(range(len(records)), len(records))
+    else:
+        records = [{"prompt": prompt} for prompt in general_prompts(topics)]
+        order = [*range(len(records))]
+    asked, unfit = list[_Prompt](), list[str]()
+    for index in order[: None if source.source else samples]:
+        where, record = f"record {index + 1}", records[index]
+        try:
+            known = {"messages": _turns(record, where)} | {
+                name: record[name] for name in ("tools",) if record.get(name)
+            }
+            prompt = _Prompt(known, *source.asked(known, where))
+            if len(prompt.ids) > longest:
+                raise chats.UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
+        except chats.UnfitRecord as error:
+            unfit.append(str(error))
+            continue
+        asked.append(prompt)
+        if len(asked) == samples:
+            break
+    if unfit:
+        skipped = f"Skipped {counted(len(unfit), 'prompt')}, the first because {unfit[0]}"
+        if not asked:
+            raise SltaError(skipped)
+        LOG.warning("%s", skipped)
+    return asked
+
+
+def _turns(record: Record, where: str) -> chats.Turns:
+    """A record as a conversation that ends before the answer."""
+    for fields in PROMPT_FIELDS:
+        values = [record[field] for field in fields if not chats.is_blank(record.get(field))]
+        if values and (fields[0] in CHAT_FIELDS or chats.is_turns(values[0])):
+            turns = chats.normalized(values[0], f"{fields[0]!r} of {where}")
+            while turns and turns[-1]["role"] == "assistant":
+                turns.pop()
+            if turns:
+                return turns
+        elif values and not any(isinstance(value, (list, dict)) for value in values):
+            return [{"role": "user", "content": "\n".join(str(value).strip() for value in values)}]
+    raise chats.UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}, call one 'prompt'.")
+
+
+def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
+    """The whole model, which generates the likeliest tokens up to one of its own end tokens or its tokenizer's."""
+    loader = get_auto_cls(checkpoint.config.architectures[0])
+    with reading(checkpoint, "cannot be loaded"):
+        model: Any = loader.from_pretrained(
+            checkpoint.folder,  # where an adapter is merged
+            dtype="auto",
+            trust_remote_code=experiment.trust_remote_code,
+        )
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise SltaError(f"{checkpoint} is no decoder-only language model: it answers nothing.")
+    ends = model.generation_config.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), experiment.tokenizer(checkpoint.reference).eos_token_id}
+    # The model's other settings may sample, or count the padding among the tokens that are not to be repeated.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends - {None}), pad_token_id=0)
+    return model.to(experiment.device).eval()
+
+
+def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tuple[list[int], list[int]]]:
+    """What a model adds to each row: at most ``limit`` tokens, and the end token, [] if it does not come to one.
+
+    Rows that do not fit into memory together are taken in halves.
+    """
+    width, ends = max(map(len, rows)), model.generation_config.eos_token_id
+    padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    with suppress(torch.OutOfMemoryError), torch.inference_mode():
+        found = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:].tolist()
+        words = [[*takewhile(lambda token: token not in ends, row)] for row in found]
+        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, found, strict=True)]
+    if len(rows) == 1:
+        raise SltaError(f"One answer does not fit into the memory of {model.device}: choose another device.")
+    gc.collect()
+    torch.cuda.empty_cache()
+    half = len(rows) // 2
+    return [*_produced(model, rows[:half], limit), *_produced(model, rows[half:], limit)]
+
+
+def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: list[int]) -> _Answer:
+    """The record that gives the most of the tokens that the model was given and produced."""
+    ids = [*prompt.ids, *words, *end]
+    pieces = ([*prompt.ids], [*prompt.ids, *words], words, end)
+    before, whole, text, stop = (
+        str(source.tokenizer.decode(piece, clean_up_tokenization_spaces=False)) for piece in pieces
+    )
+    if whole.startswith(before):  # the answer alone may lack the space that it begins with
+        text = whole.removeprefix(before)
+    if not text.strip():
+        return _Answer({}, False, False)
+    pair = {"prompt": prompt.text, "completion": text}
+    forms: list[dict[str, Any]] = [pair, pair | {"completion": text + stop}]
+    if source.has_chat_template:
+        turns = [*prompt.record["messages"], {"role": "assistant", "content": text}]
+        forms = [prompt.record | {"messages": turns}, pair | {"text": prompt.text + text + stop}]
+    same = [
+        sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(source.tokens(form), ids, strict=False)))
+        for form in forms
+    ]
+    return _Answer(forms[same.index(max(same))], not end, max(same) < len(ids))
+
+
+def _lines(*entries: Any) -> str:
+    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+
+
+def _finished(beside: Path, run: str) -> dict[int, _Answer]:
+    """The answers of a run that was killed, by their prompts' numbers."""
+    entries: list[Any] = []
+    for line in beside.read_bytes().splitlines() if beside.is_file() else []:
+        with suppress(ValueError):  # the last one may be cut off
+            entries.append(json.loads(line))
+    if entries and entries[0] != run:
+        raise SltaError(f"{beside} holds answers of another model, or to other prompts: delete it.")
+    return {number: _Answer(*answer) for number, answer in entries[1:]}
