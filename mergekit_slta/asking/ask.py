@@ -84,7 +84,7 @@ def ask(
     path, limit = files.new_file(out, ".jsonl"), whole_number("max_new_tokens", max_new_tokens)
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
     experiment, (reference,) = opened(recipe, options), recipe.references
-    tokenizer, positions = experiment.tokenizer(reference), experiment.model(reference).size("max_position_embeddings")
+    positions, tokenizer = experiment.model(reference).size("max_position_embeddings"), experiment.tokenizer(reference)
     source = CalibrationSource(os.fspath(prompts), "", tokenizer, lambda: tokenizer, WHOLE, 0)
     asked = _asked(source, topics, whole_number("samples", samples), (positions or WHOLE) - limit)
     checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
@@ -108,21 +108,19 @@ def ask(
             known |= finished
             progress(f"{len(known)} of {counted(len(asked), 'prompt')}", len(batch))
     answers = [known[number] for number in range(len(asked))]
-    for number, what in (
-        (sum(not answer.record for answer in answers), "empty and left out"),
-        (sum(answer.cut for answer in answers), f"cut off after {limit} tokens: raise max_new_tokens"),
-        (sum(answer.differs for answer in answers), "split into other tokens when they calibrate"),
-    ):
-        if number:
-            LOG.warning(
-                "%s: %s of %d %s.",
-                path,
-                counted(number, "answer"),
-                len(answers),
-                f"{'is' if number == 1 else 'are'} {what}",
-            )
-    if not any(answer.record for answer in answers):
-        raise SltaError(f"{reference} has answered none of {counted(len(answers), 'prompt')}: name other prompts.")
+    total = counted(len(answers), "prompt")
+    if empty := sum(not answer.record for answer in answers):
+        LOG.warning("%s: left out %s to %s.", path, counted(empty, "empty answer"), total)
+    if cut := sum(answer.cut for answer in answers):
+        LOG.warning(
+            "%s: cut off %s to %s after %d tokens: raise max_new_tokens.", path, counted(cut, "answer"), total, limit
+        )
+    if other := sum(answer.differs for answer in answers):
+        LOG.warning(
+            "%s: the tokenizer splits %s to %s otherwise than the model did.", path, counted(other, "answer"), total
+        )
+    if empty == len(answers):
+        raise SltaError(f"{reference} answers none of {total}: name others.")
     files.write(path, _lines(*(answer.record for answer in answers if answer.record)).encode())
     beside.unlink()
     return path

@@ -71,8 +71,8 @@ def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tu
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
-    '> recipe.yml', fill in the calibration sources that are missing, then `check` the recipe. With one expert, the
-    recipe also has prompts of the base model, whose abilities the merge keeps.
+    '> recipe.yml', then `check` the recipe. Without --calibration the recipe names files of the models' own answers,
+    and the `ask` commands above it write them. Prompts of the base model say which of its abilities the merge keeps.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
+from mergekit_slta.data.prompts import TOPICS
 from mergekit_slta.data.records import has_known_fields
 from mergekit_slta.data.sources import is_dataset, read_records
 from mergekit_slta.errors import SltaError
@@ -23,6 +27,17 @@ WITH_DATA = METHODS[:2]
 # Usual names of the fields that hold a task and its answer, where a data set does not have one of the known pairs.
 _ASKED = ("question", "problem", "query", "prompt", "instruction", "input", "source", "q")
 _ANSWERED = ("answer", "solution", "response", "output", "completion", "target", "label", "a")
+
+# What an expert's name or card tells of the topics of its prompts, two or three of them, so that there are 50 or more.
+_SUGGESTED = {
+    r"math|gsm|arith|\bsums?\b|algebra": ("sums", "reasoning"),
+    r"code|coding|coder|program|python|sql": ("code", "reasoning"),
+    r"reason|think|prover|logic|\br1\b": ("reasoning", "sums"),
+    r"chat|dialog|assist": ("chat", "instructions", "explaining"),
+    r"writ|story|stories|creative|novel|poe[mt]|role-?play": ("writing", "chat"),
+    r"transl|lingual|german|french|spanish|italian|japanese|chinese|russian": ("languages", "explaining"),
+}
+_GENERAL = ("instructions", "chat", "explaining")  # what a base model should not forget
 
 _RECIPE = """\
 {% macro data(source, template) %}
@@ -36,6 +51,13 @@ _RECIPE = """\
 # Take what {{ learners }} learned, and keep what the base model {{ base }} can.
 {% else %}
 # A merge of {{ learners }} with {{ base }} as their base model.
+{% endif %}
+{% if commands %}
+# If you have no data, have each model answer prompts, those of the package or your own (ask MODEL PROMPTS -o FILE):
+{% for command in commands %}
+#   {{ command }}
+{% endfor %}
+# The topics are {{ topics|join(", ") }}. Then:
 {% endif %}
 #   mergekit-slta check RECIPE      says what is missing or wrong, before any work
 #   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
@@ -101,7 +123,7 @@ out_dtype: bfloat16     # ... and round once, to this one
 def new_recipe(base: str, experts: Sequence[str], method: str | None = None, calibration: Sequence[str] = ()) -> str:
     """Write a recipe with comments that say what there is to fill in and to choose.
 
-    A recipe of one expert, or with a calibration source for the base model, keeps what the base model does on prompts.
+    It keeps what the base model does on prompts, unless only several experts have a calibration source.
 
     Args:
         base: the base model, a folder or a Hub id.
@@ -112,7 +134,8 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
             a file whose fields have unusual names, a template is proposed; datasets of the Hub are not asked for.
 
     Returns:
-        The recipe as YAML. It can be read as it is; ``check`` names the calibration sources that are missing.
+        The recipe as YAML. Without calibration sources it names files of the models' answers, and above it are the
+        commands that write them; ``check`` says which are missing.
 
     Raises:
         SltaError: a model is missing or named twice, the calibration sources are not as many as the models that need
@@ -127,7 +150,8 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
     if method not in METHODS:
         raise SltaError(f"'{method}' is not one of {', '.join(METHODS)}.")
     _require_sources(method, len(experts), len(calibration))
-    tasks = [(source, proposed_template(source)) for source in calibration]
+    commands = _questions((*experts, base)) if method in WITH_DATA and not calibration else {}
+    tasks = [(source, proposed_template(source)) for source in calibration] or [(file, "") for file in commands]
     tasks += [("", "")] * (len(experts) - len(tasks))
     if method in WITH_DATA and len(experts) == 1 == len(tasks):
         tasks.append(("", ""))  # of the base model
@@ -136,8 +160,38 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
     keep = rows[len(experts)] if len(rows) > len(experts) else None
     return environment.from_string(_RECIPE).render(
-        base=base, experts=rows[: len(experts)], keep=keep, method=method, with_data=method in WITH_DATA
+        base=base,
+        experts=rows[: len(experts)],
+        keep=keep,
+        method=method,
+        with_data=method in WITH_DATA,
+        commands=commands.values(),
+        topics=TOPICS,
     )
+
+
+def _questions(models: Sequence[str]) -> dict[str, str]:
+    """The files that the models' answers go to, and the commands that write them; the base model is the last one."""
+    commands: dict[str, str] = {}
+    for model in models:
+        stem = os.path.basename(os.path.normpath(model.rpartition("+")[2])).partition("@")[0]
+        names = (f"{stem}{number}-answers.jsonl" for number in ("", *range(2, 1 + len(models))))
+        file = next(name for name in names if name not in commands)
+        topics = _topics(model, stem) if len(commands) < len(models) - 1 else _GENERAL
+        options = [f"--topic {topic}" for topic in topics] + ["--lora-merge-cache ./adapters"] * ("+" in model)
+        commands[file] = " ".join(["mergekit-slta ask", shlex.quote(model), "-o", shlex.quote(file), *options])
+    return commands
+
+
+def _topics(model: str, stem: str) -> list[str]:
+    """The topics that an expert's name suggests, or else the tags of its model card; none if neither does."""
+    card = Path(os.path.expanduser(model.rpartition("+")[2]), "README.md")
+    header = card.read_text(encoding="utf-8", errors="replace").split("---\n") if card.is_file() else []
+    for text in (stem, *header[1:2]):
+        known = [topics for words, topics in _SUGGESTED.items() if re.search(words, text.lower())]
+        if known:
+            return [topic for topic in TOPICS if any(topic in topics for topics in known)]
+    return []
 
 
 def _require_sources(method: str, experts: int, sources: int) -> None:

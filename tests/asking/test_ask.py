@@ -1,0 +1,376 @@
+"""A model's own answers: the tokens that transformers generates one by one, and those that the records give again."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import tokenizers
+import torch
+import transformers
+from click.testing import CliRunner
+from support import calibration_samples, families
+from support.adapters import write_adapter
+from support.calibration_samples import BOS, CHARACTERS, EOS, load, spelled, write_jsonl
+from transformers import AutoTokenizer
+
+import mergekit_slta as slta
+from mergekit_slta.asking import ask as asking
+from mergekit_slta.cli.commands import main
+
+# Characters are tokens, so that a random model's answers are tokenized as it produced them.
+TOKENS: dict[str, Any] = {"vocab_size": 3 + len(CHARACTERS), "bos_token_id": BOS, "eos_token_id": EOS}
+ANSWERED = "{% if add_generation_prompt %}[assistant]{% endif %}"
+PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}" + ANSWERED
+PROMPTS = ["abc " + "q" * length for length in (1, 30, 7, 12, 3, 22, 9)]
+
+
+def write_model(folder: Path, architecture: str = "llama", template: str | None = PLAIN) -> Path:
+    """A random model whose tokenizer knows single characters."""
+    nested = architecture in families.MULTIMODAL
+    config = families.config_of(architecture, **({} if nested else TOKENS))
+    for name, value in TOKENS.items():
+        setattr(config.get_text_config(), name, value)
+    base = families.make_family(folder, config, experts=0).base
+    calibration_samples.write_tokenizer(base, template)
+    return base
+
+
+def write_scripted(folder: Path, script: Sequence[int], template: str | None, *, adds_end: bool = True) -> Path:
+    """A GPT-2 that looks at positions alone: after ``i`` tokens, whatever they are, it says token ``i`` of a script."""
+    size: int = TOKENS["vocab_size"]
+    config = transformers.GPT2Config(n_embd=size, n_layer=1, n_head=1, n_positions=200, **TOKENS)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.wte.weight.copy_(torch.eye(size))  # the head's weight, too
+        model.transformer.wpe.weight[: len(script) - 1].copy_(9 * torch.eye(size)[list(script[1:])])
+        model.transformer.ln_f.weight.fill_(1)
+    model.save_pretrained(folder)
+    calibration_samples.write_tokenizer(folder, template)
+    if not adds_end:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        only_begins = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+        tokenizer.backend_tokenizer.post_processor = only_begins
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def records_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def one_by_one(model: Any, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
+    """Each prompt with what ``generate`` adds to it alone."""
+    return [
+        model.generate(torch.tensor([[*prompt]]), do_sample=False, max_new_tokens=most, pad_token_id=2)[0].tolist()
+        for prompt in prompts
+    ]
+
+
+def calibrating(path: Path, folder: Path, count: int) -> dict[int, tuple[list[int], str]]:
+    """The rows of tokens that a file gives when it calibrates, each with the text of its answer, by record."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = load(str(path), tokenizer, samples=count, max_tokens=1000)
+    return {
+        record: ([*row], str(tokenizer.decode([*row[slice(*answer)]])) if answer else "")
+        for record, row, answer in zip(data.records, data.token_ids, data.answers, strict=True)
+    }
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "falcon_alibi", "lfm2", "qwen2_5_vl"])
+@pytest.mark.parametrize("template", [PLAIN, None])
+def test_answers_are_what_generate_gives_one_by_one_and_calibrate_with_the_same_tokens(
+    architecture: str, template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "BATCH", 4)
+    folder = write_model(tmp_path, architecture, template)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=20, quiet=True)
+    before, after = ("[user]", "</s>[assistant]") if template else ("", "\n")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = random.Random(0).sample(PROMPTS, len(PROMPTS))
+    texts = [f"<s>{before}{prompt}{after}" for prompt in asked]
+    given = [tokenizer(t, add_special_tokens=False, padding=False, truncation=False)["input_ids"] for t in texts]
+    model = families.model_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(folder)
+    expected = one_by_one(model, given, 20)
+    assert len({tuple(row[len(prompt) :]) for row, prompt in zip(expected, given, strict=True)}) > 2
+    rows = calibrating(out, folder, len(PROMPTS))
+    for number, wanted in enumerate(expected):
+        row, answer = rows[number]
+        assert row[: len(wanted)] == wanted
+        assert (
+            answer.removesuffix("</s>") == tokenizer.decode(wanted[len(given[number]) :]).removesuffix("</s>").strip()
+        )
+    assert [("messages" in record) for record in records_of(out)] == [template is not None] * len(PROMPTS)
+
+
+THINKING = "<think>so</think>59"
+# Like those of Qwen 3, of DeepSeek's distilled models, with an open thought in the prompt, and of Llama 3 and Gemma.
+SPLIT = PLAIN.replace(
+    "{{ m.content }}",
+    "{% if '</think>' in m.content %}<think>{{ m.content.split('</think>')[0].split('<think>')[-1] }}</think>"
+    "{% endif %}{{ m.content.split('</think>')[-1] }}",
+)
+DROPPED = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+TRIMMED = PLAIN.replace("m.content }}", "m.content | trim }}")
+OTHER_END = PLAIN.replace("</s>", "<end>")
+OPEN = "[assistant]<think>"
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "form"),
+    [
+        (PLAIN, "ho", "messages"),
+        (PLAIN, " ho\n", "messages"),
+        (PLAIN, THINKING, "messages"),
+        (SPLIT, THINKING, "messages"),
+        (SPLIT.replace("[assistant]", OPEN), "so</think>59", "messages"),
+        (DROPPED, THINKING, "text"),
+        (DROPPED.replace("[assistant]", OPEN), "so</think>59", "text"),
+        (TRIMMED, "ho", "messages"),
+        (TRIMMED, "ho\n", "text"),
+        (OTHER_END, "ho", "text"),
+        (None, "ho", "completion"),
+        (None, " ho\n", "completion"),
+    ],
+)
+@pytest.mark.parametrize("adds_end", [True, False])
+def test_a_record_calibrates_with_all_tokens_from_the_prompt_to_the_end(
+    template: str | None, said: str, form: str, adds_end: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = "<s>hi\n"
+    if template:
+        start = OPEN if OPEN in template else "[assistant]"
+        prompt = f"<s>[user]hi{'<end>' if template == OTHER_END else '</s>'}{start}"
+    tokenizer = calibration_samples.write_tokenizer(tmp_path / "tokenizer")
+    script = tokenizer(prompt + said + "</s>", add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    folder = write_scripted(tmp_path / "model", script, template, adds_end=adds_end)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hi"}])
+    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=len(said) + 1, quiet=True)
+    (record,), (row, answer) = records_of(out), calibrating(out, folder, 1)[0]
+    assert row[: len(script)] == script
+    reopened = template == SPLIT.replace("[assistant]", OPEN)  # the template writes the tag, which the content lacks
+    assert answer.removesuffix("</s>").rstrip() in ([said.strip()] if not reopened else ["", f"<think>{said}"])
+    assert form == next(name for name in ("messages", "text", "completion") if name in record)
+    assert not caplog.messages
+
+
+# Prompts
+
+SYSTEM, ASKED, SAID = (
+    {"role": role, "content": content} for role, content in (("system", "be kind"), ("user", "hi"), ("assistant", "ho"))
+)
+MORE = {"role": "user", "content": "and"}
+
+
+@pytest.mark.parametrize(
+    ("record", "turns"),
+    [
+        ({"messages": [SYSTEM, ASKED, SAID]}, [SYSTEM, ASKED]),
+        ({"messages": [SYSTEM, ASKED, SAID, MORE, SAID]}, [SYSTEM, ASKED, SAID, MORE]),
+        ({"messages": json.dumps([ASKED, SAID])}, [ASKED]),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, [ASKED]),
+        ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, [SYSTEM, ASKED]),
+        ({"prompt": " hi\n", "completion": "ho"}, [ASKED]),
+        ({"question": "hi", "answer": "ho", "text": "Q hi A ho"}, [ASKED]),
+        ({"instruction": "hi", "input": "and", "output": "ho"}, [ASKED | {"content": "hi\nand"}]),
+        ({"instruction": "hi", "input": "", "output": "ho"}, [ASKED]),
+        ({"text": "hi"}, [ASKED]),
+    ],
+)
+def test_a_records_answer_is_left_out_and_the_turns_before_it_stay(
+    record: dict[str, Any], turns: list[dict[str, str]], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [record])
+    (found,) = records_of(slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=5, quiet=True))
+    assert found["messages"][:-1] == turns and found["messages"][-1]["role"] == "assistant"
+
+
+def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_model(tmp_path)
+    records = [{"title": "x"}, {"prompt": "hi"}, {"messages": [SAID]}, {"prompt": "q" * 200}]
+    out = slta.ask(
+        folder, tmp_path / "o.jsonl", write_jsonl(tmp_path / "a.jsonl", records), max_new_tokens=5, quiet=True
+    )
+    assert len(records_of(out)) == 1
+    (skipped,) = [message for message in caplog.messages if "kipped" in message]
+    assert skipped.startswith("Skipped 3 prompts, the first because record ")
+    with pytest.raises(slta.SltaError, match="record 1 has no prompt: its fields are title, call one 'prompt'"):
+        slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "b.jsonl", records[:1]))
+    with pytest.raises(slta.SltaError, match="record 1 leaves no room for an answer: lower max_new_tokens"):
+        slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "c.jsonl", records[1:2]))
+
+
+def test_tools_are_asked_with_and_stay(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, template="{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + PLAIN)
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"messages": [ASKED], "tools": tools}])
+    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=5, quiet=True)
+    (record,), (row, _) = records_of(out), calibrating(out, folder, 1)[0]
+    assert record["tools"] == tools and row[:5] == [*spelled("find"), BOS]
+
+
+# What is finished
+
+
+class _Killed(BaseException):
+    pass
+
+
+def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "BATCH", 2)
+    folder = write_model(tmp_path)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    whole = slta.ask(folder, tmp_path / "whole.jsonl", prompts, max_new_tokens=8, quiet=True)
+    out, produced, batches = tmp_path / "out.jsonl", asking._produced, list[int]()
+
+    def counting(model: Any, rows: Any, limit: int) -> Any:
+        if len(batches) == 2:
+            raise _Killed
+        batches.append(len(rows))
+        return produced(model, rows, limit)
+
+    monkeypatch.setattr(asking, "_produced", counting)
+    with pytest.raises(_Killed):
+        slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
+    assert not out.exists()
+    beside = tmp_path / "out.jsonl.partial"
+    beside.write_bytes(beside.read_bytes()[:-9])  # while it wrote the last answer of the second batch
+    with pytest.raises(slta.SltaError, match=r"out.jsonl.partial holds answers of another model, or to other prompts"):
+        slta.ask(folder, out, prompts, max_new_tokens=9, quiet=True)
+    batches.clear()
+    monkeypatch.setattr(asking, "_produced", lambda *how: (batches.append(1), produced(*how))[1])
+    slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
+    assert len(batches) == 3  # the second one again, and the last two
+    assert out.read_bytes() == whole.read_bytes() and not beside.exists()
+    with pytest.raises(slta.SltaError, match=r"out.jsonl is there already and was not touched: name another file"):
+        slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
+
+
+def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = [BOS, *spelled("abcdef "), EOS, *spelled("xyz"), EOS, *spelled("abcdefgh"), EOS]
+    folder = write_scripted(tmp_path / "model", script, None)
+    # The newline behind a prompt is at the position of its length plus 1; the script's next token comes first.
+    prompts = [{"prompt": "p" * length} for length in (5, 6, 7, 10, 12, 13)]
+    out = tmp_path / "out.jsonl"
+    arguments = ["ask", folder, write_jsonl(tmp_path / "a.jsonl", prompts), "-o", out, "--max-new-tokens", 4]
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == f"{out} written.\n"
+    answers = {record["prompt"].strip(): record["completion"] for record in records_of(out)}
+    assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
+    assert caplog.messages == [
+        f"{out}: left out 3 empty answers to 6 prompts.",
+        f"{out}: cut off 2 answers to 6 prompts after 4 tokens: raise max_new_tokens.",
+    ]
+    empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
+    with pytest.raises(slta.SltaError, match="answers none of 1 prompt: name others"):
+        slta.ask(folder, tmp_path / "none.jsonl", empty, max_new_tokens=4, quiet=True)
+
+
+# Models
+
+
+def test_an_adapter_is_applied(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    adapter = write_adapter(folder, tmp_path / "adapter", "q_proj", "down_proj", alpha=40)
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    how: dict[str, Any] = {"max_new_tokens": 8, "quiet": True, "lora_merge_cache": str(tmp_path / "cache")}
+    out = slta.ask(f"{folder}+{adapter}", tmp_path / "out.jsonl", prompts, **how)
+    adapted = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), str(adapter))
+    rows = calibrating(out, folder, len(PROMPTS))
+    lengths = [len(rows[number][0]) for number in rows]
+    assert len(lengths) == len(PROMPTS)
+    for record in records_of(out):
+        text = f"<s>[user]{record['messages'][0]['content']}</s>[assistant]"
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer(text, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+        (expected,) = one_by_one(adapted, [ids], 8)
+        answer = tokenizer.decode(expected[len(ids) :]).removesuffix("</s>")
+        assert record["messages"][1]["content"] == answer
+    base = slta.ask(folder, tmp_path / "base.jsonl", prompts, **how)
+    assert base.read_bytes() != out.read_bytes()
+    with pytest.raises(slta.SltaError, match="is a LoRA adapter: give mergekit a folder to merge it in with --lora"):
+        slta.ask(f"{folder}+{adapter}", tmp_path / "no.jsonl", prompts, max_new_tokens=8)
+
+
+def test_a_model_that_answers_nothing_is_refused(tmp_path: Path) -> None:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    calibration_samples.write_tokenizer(tmp_path / "t5")
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
+    with pytest.raises(slta.SltaError, match="t5 is no decoder-only language model: it answers nothing"):
+        slta.ask(tmp_path / "t5", tmp_path / "out.jsonl", prompts, quiet=True)
+
+
+def test_the_models_own_settings_do_not_sample_and_every_end_token_ends(tmp_path: Path) -> None:
+    script = [BOS, *spelled("hi\nab<cd"), EOS]
+    folder = write_scripted(tmp_path / "model", script, None)
+    settings = transformers.GenerationConfig(
+        eos_token_id=[2, *spelled("<")], do_sample=True, temperature=50.0, repetition_penalty=9.0, max_length=3
+    )
+    settings.save_pretrained(folder)
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
+    (record,) = records_of(slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=9, quiet=True))
+    assert record == {"prompt": "hi\n", "completion": "ab<"}
+
+
+# The command
+
+
+def test_the_command_asks_the_packages_prompts_by_topic(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    out = tmp_path / "out.jsonl"
+    arguments = ["ask", str(folder), "-o", str(out), "--topic", "sums", "--samples", "3", "--max-new-tokens", "4"]
+    done = CliRunner().invoke(main, [*arguments, "--quiet"])
+    assert done.exit_code == 0 and done.output == f"{out} written.\n", done.output
+    plain = tmp_path / "prompts.txt"
+    done = CliRunner().invoke(main, ["ask", "--prompts-only", "--topic", "sums", "--samples", "3", "-o", str(plain)])
+    assert done.exit_code == 0 and done.output == f"{plain} written.\n", done.output
+    asked = [record["messages"][0]["content"] for record in records_of(out)]
+    assert asked == plain.read_text().splitlines() and len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-o", "a.jsonl"], "Missing argument 'MODEL'"),
+        (["m", "-o", "a.csv"], "a.csv does not end in .jsonl: name another file"),
+        (["m", "-o", "there.jsonl"], "there.jsonl is there already and was not touched"),
+        (["m", "there.jsonl", "-o", "a.jsonl", "--topic", "code"], "leave them out, or PROMPTS"),
+        (["m", "no.jsonl", "-o", "a.jsonl"], "Calibration file 'no.jsonl' does not exist"),
+        (["no", "-o", "a.jsonl"], "no cannot be used: there is no such folder"),
+        (["m", "--prompts-only", "-o", "a.txt"], "leave MODEL out"),
+        (["--prompts-only", "-o", "a.jsonl"], "a.jsonl does not end in .txt"),
+        (["m", "-o", "a.jsonl", "--topic", "cooking"], "'cooking' is not one of 'instructions', 'chat'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(
+    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path).rename("m")
+    Path("there.jsonl").write_text('{"prompt": "hi"}\n')
+    done = CliRunner().invoke(main, ["ask", *arguments])
+    assert done.exit_code and sentence in " ".join(done.output.split()), done.output
+    assert Path("there.jsonl").read_text() == '{"prompt": "hi"}\n' and not Path("a.jsonl").exists()
+
+
+def test_unknown_topics_are_named(tmp_path: Path) -> None:
+    with pytest.raises(slta.SltaError, match="There is no topic 'cooking': choose from instructions, chat"):
+        slta.ask(write_model(tmp_path), tmp_path / "out.jsonl", topics=["code", "cooking"])
