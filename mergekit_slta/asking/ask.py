@@ -108,19 +108,20 @@ def ask(
             known |= finished
             progress(f"{len(known)} of {counted(len(asked), 'prompt')}", len(batch))
     answers = [known[number] for number in range(len(asked))]
-    total = counted(len(answers), "prompt")
-    if empty := sum(not answer.record for answer in answers):
-        LOG.warning("%s: left out %s to %s.", path, counted(empty, "empty answer"), total)
-    if cut := sum(answer.cut for answer in answers):
-        LOG.warning(
-            "%s: cut off %s to %s after %d tokens: raise max_new_tokens.", path, counted(cut, "answer"), total, limit
-        )
-    if other := sum(answer.differs for answer in answers):
-        LOG.warning(
-            "%s: the tokenizer splits %s to %s otherwise than the model did.", path, counted(other, "answer"), total
-        )
+    total, empty = counted(len(answers), "prompt"), sum(not answer.record for answer in answers)
     if empty == len(answers):
         raise SltaError(f"{reference} answers none of {total}: name others.")
+    for count, kind, what in (
+        (empty, "empty answer", "left out"),
+        (sum(answer.cut for answer in answers), "answer", f"cut off after {limit} tokens, raise max_new_tokens"),
+        (
+            sum(answer.differs for answer in answers),
+            "answer",
+            "split into other tokens than the model's by its tokenizer",
+        ),
+    ):
+        if count:
+            LOG.warning("%s: %s to %s %s.", path, counted(count, kind), total, what)
     files.write(path, _lines(*(answer.record for answer in answers if answer.record)).encode())
     beside.unlink()
     return path

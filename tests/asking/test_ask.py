@@ -10,21 +10,19 @@ from typing import Any
 
 import peft
 import pytest
-import tokenizers
 import torch
 import transformers
 from click.testing import CliRunner
 from support import calibration_samples, families
 from support.adapters import write_adapter
-from support.calibration_samples import BOS, CHARACTERS, EOS, load, spelled, write_jsonl
+from support.calibration_samples import BOS, EOS, load, spelled, write_jsonl
+from support.small_models import LETTERS, write_scripted
 from transformers import AutoTokenizer
 
 import mergekit_slta as slta
 from mergekit_slta.asking import ask as asking
 from mergekit_slta.cli.commands import main
 
-# Characters are tokens, so that a random model's answers are tokenized as it produced them.
-TOKENS: dict[str, Any] = {"vocab_size": 3 + len(CHARACTERS), "bos_token_id": BOS, "eos_token_id": EOS}
 ANSWERED = "{% if add_generation_prompt %}[assistant]{% endif %}"
 PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}" + ANSWERED
 PROMPTS = ["abc " + "q" * length for length in (1, 30, 7, 12, 3, 22, 9)]
@@ -33,33 +31,12 @@ PROMPTS = ["abc " + "q" * length for length in (1, 30, 7, 12, 3, 22, 9)]
 def write_model(folder: Path, architecture: str = "llama", template: str | None = PLAIN) -> Path:
     """A random model whose tokenizer knows single characters."""
     nested = architecture in families.MULTIMODAL
-    config = families.config_of(architecture, **({} if nested else TOKENS))
-    for name, value in TOKENS.items():
+    config = families.config_of(architecture, **({} if nested else LETTERS))
+    for name, value in LETTERS.items():
         setattr(config.get_text_config(), name, value)
     base = families.make_family(folder, config, experts=0).base
     calibration_samples.write_tokenizer(base, template)
     return base
-
-
-def write_scripted(folder: Path, script: Sequence[int], template: str | None, *, adds_end: bool = True) -> Path:
-    """A GPT-2 that looks at positions alone: after ``i`` tokens, whatever they are, it says token ``i`` of a script."""
-    size: int = TOKENS["vocab_size"]
-    config = transformers.GPT2Config(n_embd=size, n_layer=1, n_head=1, n_positions=200, **TOKENS)
-    model: Any = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        model.transformer.wte.weight.copy_(torch.eye(size))  # the head's weight, too
-        model.transformer.wpe.weight[: len(script) - 1].copy_(9 * torch.eye(size)[list(script[1:])])
-        model.transformer.ln_f.weight.fill_(1)
-    model.save_pretrained(folder)
-    calibration_samples.write_tokenizer(folder, template)
-    if not adds_end:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        only_begins = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
-        tokenizer.backend_tokenizer.post_processor = only_begins
-        tokenizer.save_pretrained(folder)
-    return folder
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
@@ -273,12 +250,23 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     answers = {record["prompt"].strip(): record["completion"] for record in records_of(out)}
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
-        f"{out}: left out 3 empty answers to 6 prompts.",
-        f"{out}: cut off 2 answers to 6 prompts after 4 tokens: raise max_new_tokens.",
+        f"{out}: 3 empty answers to 6 prompts left out.",
+        f"{out}: 2 answers to 6 prompts cut off after 4 tokens, raise max_new_tokens.",
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
     with pytest.raises(slta.SltaError, match="answers none of 1 prompt: name others"):
         slta.ask(folder, tmp_path / "none.jsonl", empty, max_new_tokens=4, quiet=True)
+
+
+def test_answers_that_calibrate_with_other_tokens_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    script = [BOS, *spelled("hi\na</s>b"), EOS]  # the end token's letters
+    folder = write_scripted(tmp_path / "model", script, None)
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
+    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=9, quiet=True)
+    assert records_of(out) == [{"prompt": "hi\n", "completion": "a</s>b"}]
+    assert caplog.messages == [
+        f"{out}: 1 answer to 1 prompt split into other tokens than the model's by its tokenizer."
+    ]
 
 
 # Models

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from support.calibration_samples import BOS, EOS, spelled
 from support.families import Family
+from support.small_models import write_scripted
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.data.records import record_text
@@ -34,6 +38,7 @@ def test_the_recipe_names_the_models_and_its_method_with_the_defaults(method: st
     assert [str(reference) for reference in recipe.references] == ["org/base", "org/math", "org/base+org/adapter"]
     assert recipe.settings == SETTINGS[method]()
     given = {**recipe.content["models"][0]["parameters"], **recipe.content["parameters"]}
+    assert given.pop("calibration", None) == ("math-answers.jsonl" if method in WITH_DATA else None)
     defaults = {spec.name: spec.default for spec in parameter_specs(SETTINGS[method])}
     assert given == {name: defaults[name] for name in given}
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -53,10 +58,10 @@ def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
         text = new_recipe("org/base", experts)
         for name in ("template", "statistics", "report"):
             text = text.replace(f"# {name}:", f"{name}:")
-        recipe = Recipe.parse(text.replace('calibration: ""', "calibration: math.jsonl"), "this")
+        recipe = Recipe.parse(text, "this")
         recipe.require_sound()
         expert = recipe.experts[0]
-        assert (expert.calibration, expert.template) == ("math.jsonl", "{question} {answer}")
+        assert (expert.calibration, expert.template) == ("math-answers.jsonl", "{question} {answer}")
     assert recipe.settings_of(SltaSettings).statistics == "merge.slta.safetensors"
 
 
@@ -117,16 +122,72 @@ assert not {"torch", "transformers", "mergekit", "datasets"} & set(sys.modules),
     assert done.returncode == 0 and "calibration:" in done.stdout, done.stderr
 
 
-def test_check_says_what_is_missing_until_it_is_filled_in(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "topics"),
+    [
+        ("org/OpenMath2-Llama3.1-8B", ["sums", "reasoning"]),
+        ("org/qwen-Coder@main", ["code", "reasoning"]),
+        ("org/base+org/german-lora", ["explaining", "languages"]),
+        ("org/storyteller", ["chat", "writing"]),
+        ("org/math-and-code", ["code", "sums", "reasoning"]),
+        ("org/hermes", []),
+        ("./tuned", ["code", "reasoning"]),
+        ("./plain", []),
+    ],
+)
+def test_an_expert_is_asked_by_the_topics_of_its_name_or_its_card_and_the_base_model_in_general(
+    model: str, topics: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, card in (("tuned", "---\ntags: [python]\n---\n# About maths\n"), ("plain", "# A model for maths\n")):
+        Path(name).mkdir()
+        Path(name, "README.md").write_text(card)
+    expert, base = asks(new_recipe("org/base", [model]))
+    assert [word for option, word in pairwise(expert) if option == "--topic"] == topics
+    assert (expert[-2:] == ["--lora-merge-cache", "./adapters"]) == ("+" in model)
+    assert [word for option, word in pairwise(base) if option == "--topic"] == ["instructions", "chat", "explaining"]
+
+
+def asks(text: str) -> list[list[str]]:
+    """The ``ask`` commands in a recipe's comments, from the command's name on."""
+    lines = [line.removeprefix("#   mergekit-slta ") for line in text.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("ask ")]
+
+
+def test_models_of_one_name_get_files_of_their_own() -> None:
+    text = new_recipe("a/base", ["b/base", "c/base", "b/it's here"])
+    files = ["base-answers.jsonl", "base2-answers.jsonl", "it's here-answers.jsonl", "base3-answers.jsonl"]
+    assert [task.calibration for task in Recipe.parse(text, "this").tasks] == files
+    assert [command[command.index("-o") + 1] for command in asks(text)] == files
+
+
+def test_the_commands_run_as_printed_and_write_what_the_recipe_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("base", "math", "words")):
+        write_scripted(tmp_path / "models" / name, [BOS, *[*spelled("abc"[number:]), EOS] * 60], None)
+    printed = run("new", "models/base", "models/math", "models/words")
+    Path("recipe.yml").write_text(printed)
+    commands = asks(printed)
+    assert [command[1] for command in commands] == ["./models/math", "./models/words", "./models/base"]
+    for command in commands:
+        run(*command)
+    assert "no problem found" in run("check", "recipe.yml")
+    numbers = [len(Path(command[command.index("-o") + 1]).read_text().splitlines()) for command in commands]
+    assert all(number > 20 for number in numbers)
+
+
+def test_check_says_what_is_missing_until_it_is_filled_in(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "recipe.yml"
     file.write_text(run("new", family.base, *family.experts))
     missing = run("check", file, code=1)
-    assert "3 problems found" in missing and missing.count("has no 'calibration'") == 3
-    assert "once these are mended" not in missing
-    content = file.read_text()
-    for data in family.data:
-        content = content.replace('calibration: ""', f"calibration: {data}", 1)
-    file.write_text(content)
+    assert "4 problems found" in missing and missing.count("-answers.jsonl' does not exist") == 4
+    monkeypatch.chdir(tmp_path)
+    for model, data in zip((*family.experts, family.base), (*family.data, family.data[0]), strict=True):
+        Path(f"{model.name}-answers.jsonl").write_text(data.read_text() + '{"text": "more"}\n' * (model == family.base))
     assert "no problem found" in run("check", file)
 
 

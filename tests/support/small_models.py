@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 import yaml
 from click.testing import CliRunner, Result
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from support.calibration_samples import BOS, CHARACTERS, EOS, write_tokenizer
+from transformers import AutoTokenizer
 
 from mergekit_slta.host import patches
 from mergekit_slta.models.roles import Role
@@ -131,3 +134,28 @@ def run(content: dict[str, Any], folder: Path) -> Result:
     file.write_text(yaml.safe_dump(content))
     options = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
     return CliRunner().invoke(mergekit_yaml, [str(file), str(folder / "merged"), *options])
+
+
+# Characters are tokens, so that a model's answers are tokenized as it produced them.
+LETTERS: dict[str, Any] = {"vocab_size": 3 + len(CHARACTERS), "bos_token_id": BOS, "eos_token_id": EOS}
+
+
+def write_scripted(folder: Path, script: Sequence[int], template: str | None, *, adds_end: bool = True) -> Path:
+    """A GPT-2 that looks at positions alone: after ``i`` tokens, whatever they are, it says token ``i`` of a script."""
+    size: int = LETTERS["vocab_size"]
+    config = transformers.GPT2Config(n_embd=size, n_layer=1, n_head=1, **LETTERS)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.wte.weight.copy_(torch.eye(size))  # the head's weight, too
+        model.transformer.wpe.weight[: len(script) - 1].copy_(9 * torch.eye(size)[list(script[1:])])
+        model.transformer.ln_f.weight.fill_(1)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, template)
+    if not adds_end:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        only_begins = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+        tokenizer.backend_tokenizer.post_processor = only_begins
+        tokenizer.save_pretrained(folder)
+    return folder
