@@ -108,20 +108,17 @@ def ask(
             known |= finished
             progress(f"{len(known)} of {counted(len(asked), 'prompt')}", len(batch))
     answers = [known[number] for number in range(len(asked))]
-    total, empty = counted(len(answers), "prompt"), sum(not answer.record for answer in answers)
+    total, empty = counted(len(answers), "answer"), sum(not answer.record for answer in answers)
     if empty == len(answers):
-        raise SltaError(f"{reference} answers none of {total}: name others.")
-    for count, kind, what in (
-        (empty, "empty answer", "left out"),
-        (sum(answer.cut for answer in answers), "answer", f"cut off after {limit} tokens, raise max_new_tokens"),
-        (
-            sum(answer.differs for answer in answers),
-            "answer",
-            "split into other tokens than the model's by its tokenizer",
-        ),
+        raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: name others.")
+    cut, other = (sum(number) for number in zip(*((answer.cut, answer.differs) for answer in answers), strict=True))
+    for count, what in (
+        (empty, "empty, left out"),
+        (cut, f"cut off after {limit} tokens, raise max_new_tokens"),
+        (other, "the tokenizer splits the text into other tokens than the model's"),
     ):
         if count:
-            LOG.warning("%s: %s to %s %s.", path, counted(count, kind), total, what)
+            LOG.warning("%s: %d of %s: %s.", path, count, total, what)
     files.write(path, _lines(*(answer.record for answer in answers if answer.record)).encode())
     beside.unlink()
     return path
@@ -131,28 +128,22 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     """The prompts that a model is asked, with at most ``longest`` tokens; what is skipped is counted and logged."""
     if topics and source.source:
         raise SltaError("Topics choose among the prompts that come with the package: leave them out, or PROMPTS.")
-    if source.source:
-        records = read_records(source.source)
-        order = random.Random(0).sample(range(len(records)), len(records))
-    else:
-        records = [{"prompt": prompt} for prompt in general_prompts(topics)]
-        order = [*range(len(records))]
+    general = [{"prompt": prompt} for prompt in general_prompts(topics)]
+    records: Sequence[Record] = read_records(source.source) if source.source else general
+    numbers = range(len(records))
     asked, unfit = list[_Prompt](), list[str]()
-    for index in order[: None if source.source else samples]:
-        where, record = f"record {index + 1}", records[index]
-        try:
-            known = {"messages": _turns(record, where)} | {
-                name: record[name] for name in ("tools",) if record.get(name)
-            }
-            prompt = _Prompt(known, *source.asked(known, where))
-            if len(prompt.ids) > longest:
-                raise chats.UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
-        except chats.UnfitRecord as error:
-            unfit.append(str(error))
-            continue
-        asked.append(prompt)
+    for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:
+        where, tools = f"record {number + 1}", records[number].get("tools")
         if len(asked) == samples:
             break
+        try:
+            record = {"messages": _turns(records[number], where)} | ({"tools": tools} if tools else {})
+            prompt = _Prompt(record, *source.asked(record, where))
+            if len(prompt.ids) > longest:
+                raise chats.UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
+            asked.append(prompt)
+        except chats.UnfitRecord as error:
+            unfit.append(str(error))
     if unfit:
         skipped = f"Skipped {counted(len(unfit), 'prompt')}, the first because {unfit[0]}"
         if not asked:

@@ -227,13 +227,10 @@ class CalibrationSource:
 
         Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
         """
-        if self.has_chat_template:
-            render = partial(self._render_chat, add_generation_prompt=True)
-            text = record_text(record, "", where=where, render_chat=render)
-        else:
-            text = Text("".join(f"{turn['content']}\n" for turn in record["messages"]))
-        ids, _ = self._encode(text)
-        return text.text, ids if text.is_chat or ids[-1] != self.tokenizer.eos_token_id else ids[:-1]
+        is_chat, as_chat = self.has_chat_template, partial(self._render_chat, add_generation_prompt=True)
+        text, *_ = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines)
+        ids, _ = self._encode(Text(text, is_chat))
+        return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
 
     def tokens(self, record: Record) -> tuple[int, ...]:
         """The token ids of a record; none if it does not fit."""
@@ -270,3 +267,7 @@ class CalibrationSource:
             f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
             "the expert's has a chat template: give the expert a 'template'."
         )
+
+
+def _in_lines(turns: Turns, tools: object = None) -> str:
+    return "".join(f"{turn['content']}\n" for turn in turns)

@@ -160,13 +160,9 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
     keep = rows[len(experts)] if len(rows) > len(experts) else None
     return environment.from_string(_RECIPE).render(
-        base=base,
-        experts=rows[: len(experts)],
-        keep=keep,
-        method=method,
+        {"base": base, "experts": rows[: len(experts)], "keep": keep, "method": method, "topics": TOPICS},
         with_data=method in WITH_DATA,
         commands=commands.values(),
-        topics=TOPICS,
     )
 
 
@@ -186,8 +182,8 @@ def _questions(models: Sequence[str]) -> dict[str, str]:
 def _topics(model: str, stem: str) -> list[str]:
     """The topics that an expert's name suggests, or else the tags of its model card; none if neither does."""
     card = Path(os.path.expanduser(model.rpartition("+")[2]), "README.md")
-    header = card.read_text(encoding="utf-8", errors="replace").split("---\n") if card.is_file() else []
-    for text in (stem, *header[1:2]):
+    tags = re.match(r"---\n.*?\n---", card.read_text("utf-8", "replace") if card.is_file() else "", re.DOTALL)
+    for text in (stem, tags[0] if tags else ""):
         known = [topics for words, topics in _SUGGESTED.items() if re.search(words, text.lower())]
         if known:
             return [topic for topic in TOPICS if any(topic in topics for topics in known)]

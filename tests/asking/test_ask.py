@@ -250,8 +250,8 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     answers = {record["prompt"].strip(): record["completion"] for record in records_of(out)}
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
-        f"{out}: 3 empty answers to 6 prompts left out.",
-        f"{out}: 2 answers to 6 prompts cut off after 4 tokens, raise max_new_tokens.",
+        f"{out}: 3 of 6 answers: empty, left out.",
+        f"{out}: 2 of 6 answers: cut off after 4 tokens, raise max_new_tokens.",
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
     with pytest.raises(slta.SltaError, match="answers none of 1 prompt: name others"):
@@ -265,7 +265,7 @@ def test_answers_that_calibrate_with_other_tokens_are_counted(tmp_path: Path, ca
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=9, quiet=True)
     assert records_of(out) == [{"prompt": "hi\n", "completion": "a</s>b"}]
     assert caplog.messages == [
-        f"{out}: 1 answer to 1 prompt split into other tokens than the model's by its tokenizer."
+        f"{out}: 1 of 1 answer: the tokenizer splits the text into other tokens than the model's."
     ]
 
 
