@@ -216,18 +216,19 @@ class CalibrationSource:
         # Its first token must be predicted from another.
         return tuple(ids[: self.max_tokens]), (inside[0], inside[-1] + 1) if inside and inside[0] else None
 
-    def _render_chat(self, turns: Turns, tools: list[Any] | None = None, **more: bool) -> str:
+    def _render_chat(self, turns: Turns, tools: list[Any] | None = None, asks: bool = False) -> str:
         template = str(self._chat_tokenizer.get_chat_template(tools=tools))
         if "strftime_now" in template:
             template = CLOCK + template
-        return str(self.tokenizer.apply_chat_template(turns, tools, chat_template=template, tokenize=False, **more))
+        how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": asks, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(turns, tools, **how))
 
     def asked(self, record: Record, where: object) -> tuple[str, tuple[int, ...]]:
         """A record of ``messages`` as a model is given it that is to answer: its text, and the text's token ids.
 
         Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
         """
-        is_chat, as_chat = self.has_chat_template, partial(self._render_chat, add_generation_prompt=True)
+        is_chat, as_chat = self.has_chat_template, partial(self._render_chat, asks=True)
         text, *_ = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines)
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
