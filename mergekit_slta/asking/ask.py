@@ -169,7 +169,7 @@ def _turns(record: Record, where: str) -> chats.Turns:
 
 def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
     """The whole model, which generates the likeliest tokens up to one of its own end tokens or its tokenizer's."""
-    loader = get_auto_cls(checkpoint.config.architectures[0])
+    loader = get_auto_cls(experiment.model(checkpoint.reference).architecture)
     with reading(checkpoint, "cannot be loaded"):
         model: Any = loader.from_pretrained(
             checkpoint.folder,  # where an adapter is merged

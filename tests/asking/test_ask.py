@@ -296,7 +296,7 @@ def test_an_adapter_is_applied(tmp_path: Path) -> None:
 
 
 def test_a_model_that_answers_nothing_is_refused(tmp_path: Path) -> None:
-    config = config_of("t5")
+    config: Any = config_of("t5")
     config.decoder_start_token_id = 0
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     calibration_samples.write_tokenizer(tmp_path / "t5")
