@@ -201,7 +201,6 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
 TAILED = {"question": "ab", "answer": "d"}
 TAILS = {
     "Q {question} A {answer}<|im_end|>": "Q ab A <d><|im_end|>",
-    "Q {question} A {answer}</d>": "Q ab A <d></d>",
     "Q {question} A {answer}. Turn 2 ended.": "Q ab A <d>. Turn 2 ended.",
 }
 
@@ -223,9 +222,11 @@ TAILS = {
         ({"text": "cd: ab", "question": "ab", "answer": "cd"}, "", "cd: ab"),  # the answer before the question
         ({"text": "ab: cd", "answer": "cd"}, "", "ab: cd"),  # without a question, which tells where it ends
         ({"text": "ab: cd", "instruction": "ab", "input": "no", "output": "cd"}, "", "ab: <cd>"),
+        (TAILED, "Q {question} A {answer}</d>", "Q ab A <d></d>"),
         ({"question": "ab", "answer": 7}, "q: {question} a: {answer} end", "q: ab a: <7> end"),
         *((TAILED, template, text) for template, text in TAILS.items()),
         *((TAILED | {"text": text.replace("<d>", "d")}, "", text) for text in TAILS.values()),
+        (TAILED | {"text": "Q ab A d</d>"}, "", "Q ab A d</d>"),  # which of the two?
         ({"text": "Q ab A 2. Turn 2", "question": "ab", "answer": "2"}, "", "Q ab A 2. Turn 2"),  # which of the two?
         ({"text": "Q ab A <d>c", "question": "ab", "answer": "<d>"}, "", "Q ab A <<d>>c"),
         ({"question": "ab", "answer": "d"}, "d{answer} Q {question} end", "dd Q ab end"),  # before the question
