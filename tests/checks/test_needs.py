@@ -14,7 +14,7 @@ from support.hub import serve
 from support.processes import run_python
 
 from mergekit_slta.checks.examine import check
-from mergekit_slta.checks.needs import LIBRARIES, Needs, needs
+from mergekit_slta.checks.space import LIBRARIES, Needs, needs
 from mergekit_slta.recipe.recipe import Recipe
 
 WIDTH, MLP, VOCABULARY, LAYERS = 32, 48, 64, 3
