@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from mergekit.common import ModelReference
-
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
@@ -137,18 +135,9 @@ def examine(
 
 def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> None:
     """Check each model and whether it is of the base model's family; if all are, check them together."""
-    recipe, options = experiment.recipe, experiment.options
-    any_architecture = options.allow_crimes and not recipe.method.runs_models
-
-    def alone(reference: ModelReference) -> None:
-        is_read = reference == recipe.base or reference.lora is not None  # to merge an adapter its model is loaded
-        models.one_model(experiment.model(reference), is_read, options.lora_merge_cache, options.transformers_cache)
-
-    def related(reference: ModelReference) -> None:
-        models.same_family(experiment.model(recipe.base), experiment.model(reference), any_architecture)
-
-    experts = [expert.reference for expert in recipe.experts]
-    all_of([*(partial(alone, model) for model in recipe.references), *(partial(related, model) for model in experts)])
+    base, *experts = experiment.recipe.references
+    checks = [partial(models.one_model, experiment, model) for model in (base, *experts)]
+    all_of([*checks, *(partial(models.same_family, experiment, model) for model in experts)])
     all_of(_of_all_models(experiment, out, merging))
 
 
@@ -179,7 +168,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         yield from models.adapted_ends(expert, experiment.transformers_cache)
         if clause := models.left_over(expert):
             yield f"{clause}: the entry 'quantization_config' is ignored."
-    if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration != ""]):
+    if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
         yield (
             f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
             "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."

@@ -9,6 +9,7 @@ from typing import Any
 
 from mergekit.common import ModelReference
 
+from mergekit_slta.data.chats import MARK
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, other_vocabularies
@@ -16,7 +17,6 @@ from mergekit_slta.recipe.experiment import Experiment
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
-MARK = "\ue000"  # a character for private use, which chat templates do not write themselves
 
 
 def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
