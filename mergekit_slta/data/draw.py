@@ -32,7 +32,7 @@ CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
 # Llama 3.2's chat template writes when it is given none.
 CHAT_DATE = datetime.datetime(2024, 7, 26)
-NOW = re.compile(r"strftime_now\((['\"])(.*?)\1\)")
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 @dataclass(frozen=True)

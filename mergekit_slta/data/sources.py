@@ -107,7 +107,7 @@ def _read_text(path: str) -> list[Record]:
 def _read_csv(path: str) -> list[Record]:
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, and a document may be longer
     with open(path, encoding="utf-8-sig", newline="") as file:
-        records = [*csv.DictReader(file, strict=True)]
+        records: list[Record] = [*csv.DictReader(file, strict=True)]
     if more := next((number for number, record in enumerate(records, 1) if None in record), None):
         raise ValueError(f"record {more} has more fields, separated by commas, than the first line names")
     return records

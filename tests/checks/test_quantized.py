@@ -95,10 +95,8 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
         )
 
 
-@pytest.mark.parametrize("method", ["slta", "sftm"])
-def test_an_entry_that_an_expert_has_left_over_is_ignored(method: str, family: Family, tmp_path: Path) -> None:
-    own: dict[str, Any] = {"samples": 6} if method == "slta" else {"calibration": False}
-    recipe = families.recipe(family, method, **own)
+def test_an_entry_that_an_expert_has_left_over_is_ignored(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, samples=6)
     expected = load_file(families.merge(recipe, tmp_path / "before") / "model.safetensors")
     edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
     (note,) = look(recipe).notes

@@ -174,7 +174,11 @@ def to_8_bits(tensors: State) -> None:
 
 
 def quantized(entry: dict[str, Any] | None, change: Callable[[State], None]) -> Edit:
-    return lambda c: (edit_tensors(c.expert, change), edit_config(c.expert, quantization_config=entry))
+    def quantize(case: Case) -> None:
+        edit_tensors(case.expert, change)
+        edit_config(case.expert, quantization_config=entry)
+
+    return quantize
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
@@ -461,7 +465,7 @@ def reporting(case: Case) -> None:
 
 CUT = {"options": {"unsafe_truncate_embeddings": True}}
 GB = 10**9
-ALIGNED = {"tokenizer": {"source": "base"}}
+ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
 IDS = "The tokenizer of the expert EXPERT has other ids than that of the base model BASE for 2 tokens (such as 'a')"
 SIZES = "The expert HERE/other has a vocabulary of 66 tokens and the base model one of 64"
