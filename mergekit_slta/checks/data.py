@@ -36,18 +36,18 @@ def calibration(experiment: Experiment) -> None:
     recipe, settings = experiment.recipe, experiment.settings
     given = settings.statistics if isinstance(settings, SltaSettings) else ""
     file = resolve_statistics(given, experiment.transformers_cache) if given else None
-    found = file is not None and file.exists()
-    if file is not None and not found:
-        require_writable(f"The statistics file {file}", file)
+    measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration]
     local = [task for task in tasks if not is_dataset(task.calibration)]
     checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
-    checks.append(partial(require_calibration, recipe, statistics=found))
-    if isinstance(settings, SltaSettings) and not found:
+    checks.append(partial(require_calibration, recipe, statistics=measured))
+    if file is not None and not measured:
+        checks.append(partial(require_writable, f"The statistics file {file}", file))
+    if isinstance(settings, SltaSettings) and not measured:
         checks.append(partial(published_names, recipe.references))
     all_of(checks)
     drawn = dict(zip(local, experiment.load_data(local), strict=True))
-    if file is not None and found:
+    if file is not None and measured:
         _fits(experiment, file, drawn)
 
 
@@ -96,22 +96,23 @@ def _require_dataset(source: str) -> None:
 
 def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
     """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
-    recipe, base = experiment.recipe, experiment.model(experiment.recipe.base)
-    content = content_of(experiment, recipe.base)
+    recipe = experiment.recipe
+    base, *experts = (_content_of(experiment, model) for model in recipe.references)
+    config = experiment.model(recipe.base).config
     match(
         Statistics.load(file).info,
         file,
         experiment,
-        None if content is None else BaseContent(tensors=content, config=hashed_computation(base.config)),
-        [content_of(experiment, expert.reference) for expert in recipe.experts],
+        None if base is None else BaseContent(tensors=base, config=hashed_computation(config)),
+        experts,
         [drawn.get(task) for task in recipe.tasks],
         [recipe.settings_of(SltaSettings).level],
     )
 
 
-def content_of(experiment: Experiment, reference: ModelReference) -> str | None:
+def _content_of(experiment: Experiment, reference: ModelReference) -> str | None:
     """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
     folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
-    if folder is None or not all(any(own.glob("*.safetensors")) for own in (folder, adapter) if own):
+    if folder is None or not all(any(place.glob("*.safetensors")) for place in (folder, adapter) if place):
         return None
     return fingerprint_of(folder, adapter)

@@ -12,11 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-import huggingface_hub
-from mergekit.common import ModelReference
-
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
-from mergekit_slta.checks.needs import Needs, downloads, needs, still_to_solve, stored_bytes
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.scratch import require_solvable
@@ -29,6 +25,7 @@ from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
 from mergekit_slta.tables import Paragraphs
+from mergekit_slta.words import counted
 
 HALF = ("bfloat16", "float16")
 
@@ -47,25 +44,20 @@ class Findings(Paragraphs):
     problems: list[str]
     notes: list[str]
     verdict: str = ""
-    needs: Needs | None = None
+    needs: space.Needs | None = None
 
     def columns(self) -> dict[str, list[str]]:
         """The columns of ``to_frame``: a row for each sentence, a problem, the verdict, a note or a need."""
-        needs = str(self.needs).splitlines() if self.needs else []
-        said = {
-            "problem": self.problems,
-            "verdict": [self.verdict] * bool(self.verdict),
-            "note": self.notes,
-            "need": needs,
-        }
-        rows = [(kind, sentence) for kind, sentences in said.items() for sentence in sentences]
+        rows = [("problem", problem) for problem in self.problems]
+        rows += [("verdict", self.verdict)] if self.verdict else []
+        rows += [("note", note) for note in self.notes]
+        rows += [("need", need) for need in str(self.needs or "").splitlines()]
         return {"kind": [kind for kind, _ in rows], "sentence": [sentence for _, sentence in rows]}
 
     def __str__(self) -> str:
-        count = len(self.problems)
-        found = f"{count} problem{'s' * (count > 1)} found." if count else self.verdict
-        said = [found, *(f"- {said}" for said in self.problems), *(f"Note: {note}" for note in self.notes)]
-        return "\n".join([*said, *([str(self.needs)] if self.needs else [])])
+        first = f"{counted(len(self.problems), 'problem')} found." if self.problems else self.verdict
+        problems, notes = (f"- {problem}" for problem in self.problems), (f"Note: {note}" for note in self.notes)
+        return "\n".join([first, *problems, *notes, *([str(self.needs)] if self.needs else [])])
 
 
 def check(
@@ -99,17 +91,17 @@ def check(
         [drawn.example for drawn in experiment.samples.drawn.values()] if experiment.recipe.method.runs_models else []
     )
     notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
-    return Findings([], notes, _verdict(recipe, experiment), needs(experiment))
+    return Findings([], notes, _verdict(recipe, experiment), space.needs(experiment))
 
 
 def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
     recipe = experiment.recipe
-    experts, numbers = len(recipe.experts), sum(own.count for own in experiment.model(recipe.base).tensors.values())
+    numbers = sum(header.count for header in experiment.model(recipe.base).tensors.values())
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", and keeps what the base model does on its prompts" if recipe.keep else ""
     file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
     return (
-        f"Ready: merges {experts} expert{'s' * (experts > 1)} of {size} parameters by {recipe.config.merge_method}"
+        f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters by {recipe.config.merge_method}"
         f"{keeping}; next: mergekit-yaml {file} ./merged{adapter_option(recipe.references)}"
     )
 
@@ -143,18 +135,9 @@ def examine(
 
 def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> None:
     """Check each model and whether it is of the base model's family; if all are, check them together."""
-    recipe, options = experiment.recipe, experiment.options
-    any_architecture = options.allow_crimes and not recipe.method.runs_models
-
-    def alone(reference: ModelReference) -> None:
-        is_read = reference == recipe.base or reference.lora is not None  # to merge an adapter its model is loaded
-        models.one_model(experiment.model(reference), is_read, options.lora_merge_cache, options.transformers_cache)
-
-    def related(reference: ModelReference) -> None:
-        models.same_family(experiment.model(recipe.base), experiment.model(reference), any_architecture)
-
-    experts = [expert.reference for expert in recipe.experts]
-    all_of([*(partial(alone, model) for model in recipe.references), *(partial(related, model) for model in experts)])
+    base, *experts = experiment.recipe.references
+    checks = [partial(models.one_model, experiment, model) for model in (base, *experts)]
+    all_of([*checks, *(partial(models.same_family, experiment, model) for model in experts)])
     all_of(_of_all_models(experiment, out, merging))
 
 
@@ -167,33 +150,14 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(require_solvable, experiment)
     if not merging:
         return
-    base = experiment.model(recipe.base)
     every = [experiment.model(reference) for reference in recipe.references]
-    aligned, cut = recipe.tokenizer_source is not None, experiment.options.unsafe_truncate_embeddings
-    yield partial(tensors.complete_checkpoints, every, aligned)
-    for _, expert in experiment.pairs:
-        yield partial(
-            tokenizers.same_vocabulary, base, expert, aligned=aligned, cut=cut, runs_experts=settings.runs_experts
-        )
+    yield partial(tensors.complete_checkpoints, every, recipe.tokenizer_source is not None)
+    for expert in recipe.experts:
+        yield partial(tokenizers.same_vocabulary, experiment, expert.reference)
     yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
         yield partial(space.not_overwritten, every, out)
-    yield lambda: space.disk_space(_written(experiment, out))
-
-
-def _written(experiment: Experiment, out: Path | None) -> list[tuple[Path, str, int]]:
-    """What a merge writes: the folder, the thing, and its bytes."""
-    config = experiment.recipe.config
-    written = []
-    if out is not None:
-        nbytes = stored_bytes(experiment.model(experiment.recipe.base), config.out_dtype or config.dtype)
-        written.append((out, "the merged model", nbytes))
-        if nbytes := still_to_solve(experiment, out):
-            written.append((out, "the solved layers", nbytes))
-    if nbytes := sum(downloads(experiment).values()):
-        cache = experiment.transformers_cache or huggingface_hub.constants.HF_HUB_CACHE
-        written.append((Path(cache), "the download", nbytes))
-    return written
+    yield partial(space.room, experiment, out)
 
 
 def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
@@ -204,7 +168,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         yield from models.adapted_ends(expert, experiment.transformers_cache)
         if clause := models.left_over(expert):
             yield f"{clause}: the entry 'quantization_config' is ignored."
-    if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration != ""]):
+    if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
         yield (
             f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
             "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."

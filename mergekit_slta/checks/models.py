@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from mergekit.common import ModelPath
+from mergekit.common import ModelPath, ModelReference
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -17,6 +17,7 @@ from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapt
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.merged_adapters import NO_FOLDER, adapted, names_in, target_of
 from mergekit_slta.models.skeleton import computation, meta_model
+from mergekit_slta.recipe.experiment import Experiment
 
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -25,18 +26,20 @@ SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_ke
 SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
 
 
-def one_model(model: Model, is_read: bool, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
+def one_model(experiment: Experiment, reference: ModelReference) -> None:
     """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model.
 
-    ``is_read`` says whether its configuration matters: the merged model gets the base model's alone.
+    Its configuration matters only if it is read: the merged model gets the base model's, and to merge an adapter its
+    model is loaded.
     """
+    model, adapter, options = experiment.model(reference), reference.lora, experiment.options
     _full_precision(model)
-    if is_read and (clause := left_over(model)):
+    if (reference == experiment.recipe.base or adapter) and (clause := left_over(model)):
         raise SltaError(f"{clause}: remove the entry 'quantization_config'.")
-    if model.reference.lora is not None:
-        if not lora_merge_cache:
+    if adapter is not None:
+        if not options.lora_merge_cache:
             raise SltaError(NO_FOLDER.format(model=model))
-        _adapter_of(model, model.reference.lora, cache_dir)
+        _adapter_of(model, adapter, options.transformers_cache)
 
 
 def _full_precision(model: Model) -> None:
@@ -48,7 +51,7 @@ def _full_precision(model: Model) -> None:
         if "dequantize" not in inspect.signature(kind).parameters:
             fix = "dequantize it first"
         raise SltaError(f"{model} is quantized ({method}): name the original checkpoint, or {fix}.")
-    misnamed = (name for name, own in model.tensors.items() if name.endswith("_blocks") and not own.integer)
+    misnamed = (name for name, stored in model.tensors.items() if name.endswith("_blocks") and not stored.integer)
     for name in (*misnamed, *(name for name in narrow if f"{name}_scale_inv" in model.tensors)):
         raise SltaError(
             f"{model} stores {name} without a 'quantization_config', as transformers' save_pretrained leaves it of a "
@@ -63,8 +66,8 @@ def _full_precision(model: Model) -> None:
 
 def _narrow(model: Model) -> list[str]:
     """The weights that are stored in 8 bits or fewer."""
-    stored = {name: own for name, own in model.tensors.items() if name.endswith(("weight", "_blocks"))}
-    return [name for name, own in stored.items() if len(own.shape) > 1 and own.nbytes < 2 * own.count]
+    matrices = ((name, stored) for name, stored in model.tensors.items() if len(stored.shape) > 1)
+    return [name for name, m in matrices if name.endswith(("weight", "_blocks")) and m.nbytes < 2 * m.count]
 
 
 def _quantization(model: Model) -> str:
@@ -105,13 +108,14 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
         adapted(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 
 
-def same_family(base: Model, expert: Model, any_architecture: bool) -> None:
+def same_family(experiment: Experiment, reference: ModelReference) -> None:
     """Refuse an expert that was not fine-tuned from the base model, by its architecture, sizes and shapes."""
-    if not any_architecture:
+    base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
+    if experiment.recipe.method.runs_models or not experiment.options.allow_crimes:
         _same_architecture(base, expert)
     sizes = [(name, expert.size(name), base.size(name)) for name in SAME_SIZES]
-    sizes = [entry for entry in sizes if None not in entry]  # a configuration may leave a default size out
-    if differing := [f"{name} {own} instead of {wanted}" for name, own, wanted in sizes if own != wanted]:
+    # A configuration may leave a default size out.
+    if differing := [f"{name} {n} instead of {m}" for name, n, m in sizes if n != m and None not in (n, m)]:
         raise SltaError(
             f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
             "leave it out."
@@ -177,8 +181,8 @@ def _parted_ends(model: Model, settings: Mapping[str, Any]) -> set[str]:
 def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
     """An expert whose configuration makes it compute something else from the same weights."""
     measured = ", and the expert is measured with it too" if runs_models else ""
-    own, theirs = computation(base.config), computation(expert.config)
-    if names := sorted(name for name in own.keys() & theirs.keys() if own[name] != theirs[name]):
+    ours, theirs = computation(base.config), computation(expert.config)
+    if names := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
         yield (
             f"The configuration of the expert {expert} differs from that of the base model {base} in "
             f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 from mergekit_slta.errors import refuse
@@ -28,38 +29,30 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
     """
     base, *experts = models
     refuse(sentence for model in models for sentence in _wrapped(model, base))
-    own = base.layout(base)
-    lacking = {tuple(missing): [base]} if (missing := own.missing()) else {}
-    more: dict[tuple[str, ...], list[Model]] = {}
-    rows = vocabulary_axes(own, base.tensors, base.config)
-    rowless = list[tuple[Model, list[str]]]()
+    layout = base.layout(base)
+    lacking, more, rowless = (defaultdict[tuple[str, ...], list[Model]](list) for _ in range(3))
+    lacking[tuple(layout.missing())].append(base)
+    rows = vocabulary_axes(layout, base.tensors, base.config) if aligned else {}
     for expert in experts:
         theirs = expert.layout(base)
-        has, may_lack = _merged_tensors(expert, theirs), own.may_lack(theirs)
-        if aligned and (lost := [name for name in may_lack if name in rows and name not in has]):
-            rowless.append((expert, lost))
-        missing = [name for name in theirs.lacks(own) if name not in may_lack]
-        for found, names in ((lacking, missing), (more, own.lacks(theirs))):
-            if names:
-                found.setdefault(tuple(names), []).append(expert)
+        has, may_lack = _merged_tensors(expert, theirs), layout.may_lack(theirs)
+        rowless[tuple(name for name in may_lack if name in rows and name not in has)].append(expert)
+        lacking[tuple(name for name in theirs.lacks(layout) if name not in may_lack)].append(expert)
+        more[tuple(layout.lacks(theirs))].append(expert)
+    trained_elsewhere = f"which the base model {base} lacks, so it was not fine-tuned from that: leave it out."
+    unaligned = (
+        f"of the base model {base}, whose rows mergekit cannot put in the order of the recipe's 'tokenizer': leave "
+        "'tokenizer' and 'tokenizer_source' out."
+    )
     refuse(
-        [
-            *(
-                f"{listed(map(str, incomplete))}: the checkpoint lacks {listed(names)} of the model, so it is "
-                "incomplete: get a sound copy."
-                for names, incomplete in lacking.items()
-            ),
-            *(
-                f"{listed(map(str, larger))}: the checkpoint has {listed(names)}, which the base model {base} lacks, "
-                "so it was not fine-tuned from that: leave it out."
-                for names, larger in more.items()
-            ),
-            *(
-                f"{expert} lacks {listed(names)} of the base model {base}, whose rows mergekit cannot put in the order "
-                "of the recipe's 'tokenizer': leave 'tokenizer' and 'tokenizer_source' out."
-                for expert, names in rowless
-            ),
-        ]
+        f"{listed(map(str, having))}{verb} {listed(names)}{rest}"
+        for kinds, verb, rest in (
+            (lacking, ": the checkpoint lacks", " of the model, so it is incomplete: get a sound copy."),
+            (more, ": the checkpoint has", f", {trained_elsewhere}"),
+            (rowless, " lacks", f" {unaligned}"),
+        )
+        for names, having in kinds.items()
+        if names
     )
 
 
@@ -81,22 +74,19 @@ def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
 
 def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
     """The tensors outside the language model that not all checkpoints have."""
-    own = base.layout(base)
-    lost: dict[tuple[str, ...], list[str]] = {}
-    left_out: dict[tuple[str, ...], list[str]] = {}
-    if base.reference.lora is not None and own.outside:
-        yield f"{listed(own.outside)} of {base} will be left out: merging its adapter loses them."
-    written = _merged_tensors(base, own)
+    layout = base.layout(base)
+    if base.reference.lora is not None and layout.outside:
+        yield f"{listed(layout.outside)} of {base} will be left out: merging its adapter loses them."
+    lacking, more = (defaultdict[tuple[str, ...], list[str]](list) for _ in range(2))
     for expert in experts:
         theirs = expert.layout(base)
-        may_lack = own.may_lack(theirs)
-        missing = tuple(name for name in written if name in may_lack and name not in _merged_tensors(expert, theirs))
-        extra = tuple(name for name in theirs.outside if name not in base.tensors)
-        for found, names in ((lost, missing), (left_out, extra)):
-            if names:
-                found.setdefault(names, []).append(str(expert))
-    for missing, without in lost.items():
-        of_base = f"those of the base model {base}"
-        yield f"{listed(missing)}, which {listed(without)} lacks, will be merged as if it had {of_base}."
-    for extra, having in left_out.items():
-        yield f"{listed(extra)} of {listed(having)} will be left out, because the base model {base} has none."
+        lost = {*layout.may_lack(theirs)} - {*_merged_tensors(expert, theirs)}
+        lacking[tuple(name for name in _merged_tensors(base, layout) if name in lost)].append(str(expert))
+        more[tuple(name for name in theirs.outside if name not in base.tensors)].append(str(expert))
+    for names, without in lacking.items():
+        if names:
+            of_base = f"those of the base model {base}"
+            yield f"{listed(names)}, which {listed(without)} lacks, will be merged as if it had {of_base}."
+    for names, having in more.items():
+        if names:
+            yield f"{listed(names)} of {listed(having)} will be left out, because the base model {base} has none."

@@ -170,15 +170,11 @@ def answer_in(turns: Turns, text: str, render: Render) -> Span | None:
     before, after = rendered.split(MARK)
     begin = _shared(text, before)
     end = len(text) - _shared(text[begin:][::-1], after[::-1])
-    part, said = _squeezed(text[begin:end]), _squeezed(content)
-    if calls or (set(REASONING) & set(last) and not loses_reasoning(turns, text)):
-        pieces = said.rpartition("</think>")[2], *(_squeezed(str(call["function"].get("name"))) for call in calls)
-        whole = all(piece in part for piece in pieces)
-    else:
-        # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave
-        # it out. More than the content shows that the template depends on the content elsewhere.
-        whole = said.endswith(part)
-    return without_blanks(text, begin, end) if whole else None
+    part = _squeezed(text[begin:end])
+    # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave what
+    # is thought out.
+    pieces = content.rpartition("</think>")[2], *(str(call["function"].get("name")) for call in calls)
+    return without_blanks(text, begin, end) if all(_squeezed(piece) in part for piece in pieces) else None
 
 
 def loses_reasoning(turns: Turns, text: str) -> bool:

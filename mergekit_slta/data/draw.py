@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,12 +32,7 @@ CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
 # Llama 3.2's chat template writes when it is given none.
 CHAT_DATE = datetime.datetime(2024, 7, 26)
-DATE_CODES = (*"aAbBcdDeFHIjmMpRSTuUVwWxXyYzZ", *(f"-{code}" for code in "dHIjmMSy"))
-# A macro in place of transformers' function strftime_now, which gives today's date; a chat template takes no functions.
-# Jinja drops the newline after the block, so the template that follows still begins a line.
-CLOCK = "{%- macro strftime_now(format) -%}{{ format"
-CLOCK += "".join(f"|replace('%{code}', {CHAT_DATE.strftime(f'%{code}')!r})" for code in DATE_CODES)
-CLOCK += "|replace('%%', '%') }}{%- endmacro %}\n"
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,15 @@ class CalibrationData:
         for row in self.token_ids:
             digest.update(np.array((len(row), *row), dtype="<i8").tobytes())
         return digest.hexdigest()
+
+
+class _Sample(NamedTuple):
+    """A record that is drawn; its answer may lie beyond ``max_tokens``."""
+
+    record: int
+    row: tuple[int, ...]
+    answer: Span | None
+    text: Text
 
 
 @dataclass(frozen=True)
@@ -110,80 +114,75 @@ class CalibrationSource:
         # Fields that no record has are refused before each one is looked at.
         record_text(dict.fromkeys(fields), self.template, where=source, render_chat=self._render_chat)
         repeated = set(used.token_ids) if used else set()
-        rows: dict[int, tuple[int, ...]] = {}
-        answers: list[Span | None] = []
-        left_out, split = Counter[str](), set[str]()
-        empty, unfit, reason = 0, 0, ""
+        drawn: list[_Sample] = []
+        empty, unfit = 0, list[str]()
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
-            if len(rows) == samples:
+            if len(drawn) == samples:
                 break
             try:
-                text = record_text(
-                    records[index], self.template, where=f"record {index + 1}", render_chat=self._render_chat
-                )
+                where = f"record {index + 1}"
+                text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
             except UnfitRecord as error:
-                unfit, reason = unfit + 1, reason or str(error)
+                unfit.append(str(error))
                 continue
             row, answer = self._encode(text)
-            split |= {marker for marker in self._split_markers if marker in text.text} if text.is_chat else set()
             if not row:
                 empty += 1
             elif row not in repeated:
-                rows[index] = row
-                answers.append(answer)
-                left_out.update(text.left_out)
-        if not (rows or used):
+                drawn.append(_Sample(index, row, answer, text))
+        if not (drawn or used):
             all_empty = f"all {empty} are empty. Name another source, or a 'template' of fields with text."
-            none_fits = f"{unfit} do not fit and {empty} are empty, the first because {reason}"
+            none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
             raise SltaError(f"{source} has no usable record: {none_fits if unfit else all_empty}")
-        for sentence in [] if used else self._notes(empty, unfit, reason, left_out, split, answers):
+        for sentence in [] if used else self._notes(drawn, empty, unfit):
             LOG.warning("%s: %s", source, sentence)
-        if 0 < len(rows) < samples:
+        if 0 < len(drawn) < samples:
             which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
-            LOG.warning("%s has only %d of the %d %s.", source, len(rows), samples, which)
-        reached = tuple(answer if answer and answer[0] < self.max_tokens else None for answer in answers)
-        example = self._example(*next(iter(rows.items())), answers[0]) if rows else ""
-        return CalibrationData(self.source, self.template, tuple(rows.values()), tuple(rows), reached, example)
+            LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
+        return CalibrationData(
+            self.source,
+            self.template,
+            tuple(sample.row for sample in drawn),
+            tuple(sample.record for sample in drawn),
+            tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
+            self._example(drawn[0]) if drawn else "",
+        )
 
-    def _example(self, index: int, row: tuple[int, ...], answer: Span | None) -> str:
+    def _example(self, sample: _Sample) -> str:
         def shown(begin: int, end: int) -> str:
-            text = str(self.tokenizer.decode([*row[begin:end]], clean_up_tokenization_spaces=False))
+            text = str(self.tokenizer.decode([*sample.row[begin:end]], clean_up_tokenization_spaces=False))
             return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
 
-        sees = f"Record {index + 1} of {self.source!r} as the model sees it: {shown(0, len(row))}"
+        answer, length = sample.answer, len(sample.row)
+        sees = f"Record {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
         if not answer:
             return f"{sees}; no answer is known."
-        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < len(row) else 'lies beyond max_tokens'}."
+        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < length else 'lies beyond max_tokens'}."
 
-    def _notes(
-        self,
-        empty: int,
-        unfit: int,
-        reason: str,
-        left_out: Counter[str],
-        split: set[str],
-        answers: list[Span | None],
-    ) -> Iterator[str]:
+    def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
         """What of the records is not in the samples, a sentence each."""
         if empty:
             yield f"skipped {counted(empty, 'empty record')}."
         if unfit:
-            yield f"skipped {counted(unfit, 'record')}, the first because {reason}"
-        for part, count in left_out.items():
+            yield f"skipped {counted(len(unfit), 'record')}, the first because {unfit[0]}"
+        for part, count in Counter(part for sample in drawn for part in sample.text.left_out).items():
             yield (
-                f"the chat template leaves out {part} of {count} of {len(answers)} records: write it by a 'template', "
+                f"the chat template leaves out {part} of {count} of {len(drawn)} records: write it by a 'template', "
                 "or as the record's 'text'."
             )
+        chats = [sample.text.text for sample in drawn if sample.text.is_chat]
+        split = {marker for text in chats for marker in self._split_markers if marker in text}
         if split:
             yield (
                 f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} of the chat "
                 "template into pieces: add 'tokenizer: {source: EXPERT}' to the recipe if the expert has the base "
                 "model's ids, or give the expert a 'template' without them."
             )
-        if beyond := [answer for answer in answers if answer and answer[1] > self.max_tokens]:
+        answers = [sample.answer for sample in drawn if sample.answer]
+        if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
             cut = sum(begin < self.max_tokens for begin, _ in beyond)
             yield (
-                f"{len(beyond)} of {len(answers)} answers lie beyond max_tokens {self.max_tokens}"
+                f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
                 f"{f', {cut} of them in part' * bool(cut)}: raise it to {max(end for _, end in beyond)}."
             )
 
@@ -218,8 +217,7 @@ class CalibrationSource:
 
     def _render_chat(self, turns: Turns, tools: list[Any] | None = None, asks: bool = False) -> str:
         template = str(self._chat_tokenizer.get_chat_template(tools=tools))
-        if "strftime_now" in template:
-            template = CLOCK + template
+        template = NOW.sub(lambda call: repr(CHAT_DATE.strftime(call[2])), template)
         how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": asks, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(turns, tools, **how))
 

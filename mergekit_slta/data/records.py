@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mergekit_slta.data import chats
-from mergekit_slta.data.chats import MARK, Span, UnfitRecord, is_blank, without_blanks
+from mergekit_slta.data.chats import Span, UnfitRecord, is_blank, without_blanks
 from mergekit_slta.errors import SltaError, first_line
 
 Record = Mapping[str, Any]
@@ -25,10 +25,10 @@ TEXT_FIELDS = (
     ("instruction", "input", "output"),
     ("instruction", "output"),
 )
+ANSWERS = {fields[-1] for fields in TEXT_FIELDS[1:]}
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
-# An answer in a text is no part of a word, nor of a marker such as <|im_end|>.
-_APART, _MARKUP = r"(?!(?<=\w)\w)", re.compile(r"<[^<>\s]+>")
+_APART = r"(?!(?<=\w)\w)"  # no place inside a word
 
 
 class Text(NamedTuple):
@@ -38,11 +38,10 @@ class Text(NamedTuple):
         text: "" for an empty record.
         is_chat: whether a chat template wrote it.
         answer: the place of the answer in the text, without blanks around it: the index of its first character, and of
-            the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, the
-            last of several fields in a template that ends with it, or where a template writes a pair of the record and
-            words behind it, the pair's last part. In the record's own text it is the only place after the parts before
-            it where the last part of a pair that the record has too can be. None where there is no such part, or where
-            a chat template does not show which part of its text is the last turn.
+            the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, or of
+            several fields in a template the last one, if the template ends with it or it is an answer by its name. In
+            the record's own text it is the only place for the last part of a pair that the record has too. None where
+            there is no such part or place.
         left_out: what the chat template does not write of the record, as in "the reasoning".
     """
 
@@ -129,26 +128,19 @@ def _groups_in(record: Record) -> list[tuple[str, ...]]:
     return [fields for fields in TEXT_FIELDS if all(field in record for field in fields)]
 
 
-def _pairs_in(record: Record) -> list[tuple[str, ...]]:
-    return [fields for fields in _groups_in(record) if len(fields) > 1]
-
-
 def _answer_in(text: str, record: Record) -> Span | None:
     """Where the answer of a known pair of the record is, in a text that holds the pair's parts one after the other.
 
     None where several places could be the answer's: what follows an answer may hold the same letters.
     """
-    unmarked = _MARKUP.sub(lambda marker: MARK * len(marker[0]), text)
-    for fields in _pairs_in(record):
-        *parts, answer = ("" if record[field] is None else str(record[field]).strip() for field in fields)
-        end = 0
-        for part in parts:
-            begin = text.find(part, end)
-            end = begin + len(part) if begin >= 0 else len(text)
-        rest = (text if "<" in answer else unmarked)[end:]
-        places = [*re.compile(_APART + re.escape(answer) + _APART, re.ASCII).finditer(rest)]
-        if answer and len(places) == 1:
-            return end + places[0].start(), end + places[0].end()
+    for fields in _groups_in(record):
+        parts = [re.escape("" if record[field] is None else str(record[field]).strip()) for field in fields]
+        before = re.match(".*?".join(["", *parts[:-1]]), text, re.DOTALL)
+        if len(parts) > 1 and parts[-1] and before:
+            answer = re.compile(_APART + parts[-1] + _APART, re.ASCII)
+            places = [place.span() for place in answer.finditer(text, before.end())]
+            if len(places) == 1:
+                return places[0]
     return None
 
 
@@ -188,13 +180,13 @@ def _fill(template: str, record: Record, where: object) -> Text:
     if all(is_blank(record[field]) for field in fields):
         return Text("")
     text, tail, formatter = "", "", string.Formatter()
-    places: dict[str, Span] = {}
+    last: Span = 0, 0
     for words, name, form, conversion in formatter.parse(template):
         text, tail = text + words, tail + words if name is None else ""
         if name is None:
             continue
         try:
-            value, field = formatter.get_field(name, (), record)
+            value, _ = formatter.get_field(name, (), record)
             shown = formatter.convert_field("" if value is None else value, conversion)
             written = str(formatter.format_field(shown, form or ""))
         except Exception as error:  # of any kind: the value is any, and so is what is asked of it
@@ -206,13 +198,10 @@ def _fill(template: str, record: Record, where: object) -> Text:
                 f"{where} has a {type(value).__name__} in {name!r}, which the template {template!r} would print: write "
                 f"a part of it, such as '{{{name}[key]}}', or leave the template out and give a chat as 'messages'."
             )
-        places[field] = len(text), len(text) + len(written)
+        last = len(text), len(text) + len(written)
         text += written
-    pairs = [[places[part] for part in group] for group in _pairs_in(record) if {*group} <= {*places}]
-    if len(fields) > 1 and not tail.strip():
-        pairs = [[places[fields[-1]]]]
-    answer = next((pair[-1] for pair in pairs if pair == sorted(pair)), None)
-    return Text(text, answer=answer and without_blanks(text, *answer))
+    known = len(fields) > 1 and (not tail.strip() or fields[-1] in ANSWERS)
+    return Text(text, answer=without_blanks(text, *last) if known else None)
 
 
 def _plain_text(value: Any, what: str) -> str:

@@ -84,18 +84,20 @@ def _text(path: str | Path) -> str:
 
 def _read_json(path: str) -> list[Record]:
     text = _text(path)
-    records: list[Record] = []
     if text.lstrip().startswith("["):
         records = json.loads(text)
     else:
-        for number, line in enumerate(text.split("\n"), 1):
-            try:
-                records += [json.loads(line)] if line.strip() else []
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
+        records = [_json_in(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not all(isinstance(record, dict) for record in records):
         raise ValueError("it must hold JSON objects: one per line, or a list of them")
     return records
+
+
+def _json_in(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
 
 
 def _read_text(path: str) -> list[Record]:
@@ -104,16 +106,10 @@ def _read_text(path: str) -> list[Record]:
 
 def _read_csv(path: str) -> list[Record]:
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, and a document may be longer
-    records: list[Record] = []
     with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        try:
-            for record in reader:
-                if None in record or (len(record) == 1 and ";" in next(iter(record))):
-                    raise csv.Error("more fields than the first line names, or separated by semicolons, not by commas")
-                records.append(record)
-        except csv.Error as error:
-            raise ValueError(f"broken CSV in line {reader.reader.line_num}: {error}") from error
+        records: list[Record] = [*csv.DictReader(file, strict=True)]
+    if more := next((number for number, record in enumerate(records, 1) if None in record), None):
+        raise ValueError(f"record {more} has more fields, separated by commas, than the first line names")
     return records
 
 

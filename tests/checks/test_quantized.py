@@ -12,16 +12,14 @@ import transformers
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.adapters import write_adapter
 from support.copies import edit_tensors
-from support.examining import adapted, edit_config, look, only, problems
+from support.examining import edit_config, look, only, problems
 from support.families import Family
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 BLOCK = 16  # rows and columns that share an FP8 scale
 SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
 MATRICES = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
-UP = "model.layers.0.mlp.up_proj.weight"
 
 
 def to_fp8(tensors: dict[str, torch.Tensor]) -> None:
@@ -97,36 +95,8 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
         )
 
 
-def to_integers(tensors: dict[str, torch.Tensor]) -> None:
-    """As GPTQ and AWQ store matrices."""
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        tensors[name.replace(".weight", ".qweight")] = tensors.pop(name).int()
-
-
-def to_8_bits(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize(
-    ("quantize", "entry", "said"),
-    [
-        (to_integers, {"quant_method": "gptq", "bits": 4}, "is quantized (gptq)"),
-        (to_8_bits, {"quant_method": "own"}, "is quantized (own)"),
-        (to_8_bits, None, f"stores {UP} in 8 bits or fewer, so it is quantized"),
-    ],
-)
-def test_other_quantized_checkpoints(quantize: Quantize, entry: Any, said: str, family: Family) -> None:
-    edit_tensors(family.experts[0], quantize)
-    edit_config(family.experts[0], quantization_config=entry)
-    assert only(families.recipe(family)) == (
-        f"{family.experts[0]} {said}: name the original checkpoint, or dequantize it first."
-    )
-
-
-@pytest.mark.parametrize("method", ["slta", "sftm"])
-def test_an_entry_that_an_expert_has_left_over_is_ignored(method: str, family: Family, tmp_path: Path) -> None:
-    own: dict[str, Any] = {"samples": 6} if method == "slta" else {"calibration": False}
-    recipe = families.recipe(family, method, **own)
+def test_an_entry_that_an_expert_has_left_over_is_ignored(family: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(family, samples=6)
     expected = load_file(families.merge(recipe, tmp_path / "before") / "model.safetensors")
     edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
     (note,) = look(recipe).notes
@@ -138,17 +108,3 @@ def test_an_entry_that_an_expert_has_left_over_is_ignored(method: str, family: F
     found = load_file(out / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert "quantization_config" not in (out / "config.json").read_text()
-
-
-@pytest.mark.parametrize("by_adapter", [False, True])
-def test_an_entry_that_is_read_has_to_go(by_adapter: bool, family: Family, tmp_path: Path) -> None:
-    """The merged model would get the base model's; and transformers loads the model of an adapter."""
-    recipe, model = families.recipe(family), family.base
-    if by_adapter:
-        recipe, model = adapted(family, write_adapter(family.base, tmp_path / "adapter")), family.experts[2]
-        recipe["models"][1]["model"] = f"{model}+{tmp_path / 'adapter'}"
-    edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert only(recipe, options={"lora_merge_cache": str(tmp_path)}) == (
-        f"The config.json of {model} says that it is quantized (gptq), and its tensors are not: remove the entry "
-        "'quantization_config'."
-    )

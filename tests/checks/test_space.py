@@ -1,65 +1,88 @@
-"""What a merge is said to take, and folders and disks that have no room for it."""
+"""What a merge takes, against sizes counted by hand, and a disk that has room for it."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mergekit.config import MergeConfiguration
 from support import families
-from support.examining import feature_recipe, grow, only, problems
+from support.examining import feature_recipe, only, problems
 from support.families import Family
+from support.hub import serve
+from support.processes import run_python
 
-from mergekit_slta.checks.data import content_of
-from mergekit_slta.checks.needs import needs
-from mergekit_slta.featcal.scratch import FORMAT
+from mergekit_slta.checks.examine import check
+from mergekit_slta.checks.space import LIBRARIES, Needs, needs
 from mergekit_slta.files import PARTIAL_OF_MERGE
+from mergekit_slta.recipe.recipe import Recipe
+
+WIDTH, MLP, VOCABULARY, LAYERS = 32, 48, 64, 3
+LAYER = 2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * MLP + 2 * WIDTH  # two key/value heads of four
+EMBEDDING = VOCABULARY * WIDTH
+WHOLE = LAYERS * LAYER + 2 * EMBEDDING + WIDTH
 
 
-@pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk with 50 GB free."""
-    usage = shutil.disk_usage("/")._replace(free=50 * 10**9)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+def needed(family: Family, method: str, **parameters: Any) -> Needs:
+    return needs(families.experiment(families.recipe(family, method, **parameters)))
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
-def test_a_device_that_is_not_there(device: str, family: Family) -> None:
-    problem = only(families.recipe(family, experts=[0]), options={"device": device})
-    assert problem.startswith(f"PyTorch cannot compute on the device '{device}' (")
+def test_the_memory_of_each_method(llama: Family) -> None:
+    sums = 8 * 5 * MLP**2
+    merging = 4 * (3 + 2) * EMBEDDING
+    layers = 4 * (3 + 2) * LAYER + 4 * (3 + 1) * LAYER
+    states = 4 * 3 * 30 * 512 * WIDTH
+    assert needed(llama, "slta").memory == LIBRARIES + layers + states
+    assert needed(llama, "featcal").memory == LIBRARIES + layers + 2 * states + sums
+    one = needed(llama, "slta", samples=1, max_tokens=1, experts=[0])
+    assert one.memory == LIBRARIES + (4 * 3 + 4 * 2) * LAYER + 4 * WIDTH
+    for method in ("actmat", "sftm"):
+        assert needed(llama, method, calibration=False).memory == LIBRARIES + merging + sums
 
 
-def test_a_report_needs_a_folder(family: Family, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for recipe in (feature_recipe, families.recipe):
-        assert f"'report: {tmp_path}/file'" in only(recipe(family, samples=6, report=str(tmp_path / "file")))
+def test_the_memory_that_is_said_is_about_what_a_merge_takes(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "slta", samples=2)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
+    code = "import resource, sys; from mergekit_slta.cli.commands import main; main(standalone_mode=False); "
+    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    done = run_python("-c", code, "merge", recipe, tmp_path / "out", "--quiet")
+    peak = 1024 * int(done.stdout.splitlines()[-1])
+    assert peak / 2 < needs(families.experiment(content)).memory < 2 * peak
 
 
-def test_the_output_is_a_folder_that_can_be_made(family: Family, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    recipe = families.recipe(family, experts=[0])
-    assert only(recipe, out_path=file / "out").startswith(f"{file}/out cannot be created: {file} is not")
+def test_a_mixture_takes_one_expert_of_a_layer_at_a_time(make_family: Any) -> None:
+    stored = needed(make_family("mixtral"), "slta", samples=1, max_tokens=1)  # one by one
+    attention = 2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 2 * WIDTH
+    layer = attention + 4 * WIDTH + 3 * WIDTH * MLP  # a router for four experts, and one of them
+    assert stored.memory == LIBRARIES + (4 * 4 + 4 * 3) * layer + 4 * 2 * WIDTH
 
 
-@pytest.mark.usefixtures("disk")
-def test_a_disk_that_is_too_small_for_the_output(family: Family, tmp_path: Path) -> None:
-    grow(family.base, 100 * 10**9)
-    recipe = families.recipe(family, experts=[0], dtype="float32")
-    assert problems(recipe) == []
-    assert only(recipe, out_path=tmp_path / "a" / "b").startswith(f"The disk with {tmp_path}/a/b has ")
-    assert "too little for the merged model (about" in only(recipe, out_path=tmp_path)
-    assert problems(recipe, out_path=tmp_path, merging=False) == []
+def test_the_disk(llama: Family) -> None:
+    found = needed(llama, "featcal", out_dtype="bfloat16")
+    assert found.merged == 2 * WHOLE and found.solved == 4 * LAYERS * LAYER and found.download == {}
+    assert needed(llama, "slta").merged == 4 * WHOLE and needed(llama, "slta").solved == 0
 
 
-@pytest.mark.usefixtures("disk")
-def test_the_layers_and_the_output_share_a_disk(family: Family, tmp_path: Path) -> None:
-    grow(family.base, 60 * 10**9)
-    recipe = feature_recipe(family, experts=[0])
-    problem = only(recipe, out_path=tmp_path / "out")
-    assert "too little for the merged model (about 60 GB) and the solved layers (about " in problem
-    assert problems(recipe) == []
+def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: Family, tmp_path: Path) -> None:
+    repositories = tmp_path / "hub" / "org"
+    for folder in llama.folders[:3]:
+        shutil.copytree(folder, repositories / folder.name)
+    content = families.recipe(llama, experts=[0, 1])
+    for entry in content["models"]:
+        entry["model"] = f"org/{Path(entry['model']).name}"
+    content["base_model"] = "org/base"
+    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
+    with serve(repositories.parent, tmp_path / "cache") as hub:
+        found = check(recipe, transformers_cache=str(tmp_path / "cache"))
+    assert found.problems == []
+    download, disk, _ = str(found.needs).splitlines()
+    each = f"{4 * WHOLE / 1e3:.0f} KB"
+    total = f"{3 * 4 * WHOLE / 1e3:.0f} KB"
+    assert download == f"Download: {total} (org/base {each}, org/expert0 {each}, org/expert1 {each})"
+    assert disk == f"Disk: {4 * 4 * WHOLE / 1e3:.0f} KB ({total} for the download, {each} for the merged model)"
+    assert not any(name.endswith(".safetensors") for name in hub.fetched)
 
 
 def test_the_layers_of_a_killed_merge_need_no_second_room(
@@ -70,11 +93,7 @@ def test_the_layers_of_a_killed_merge_need_no_second_room(
     usage = shutil.disk_usage("/")._replace(free=found.merged + found.solved // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     assert "too little for" in only(recipe, out_path=tmp_path / "out")
-    experiment, folder = families.experiment(recipe), tmp_path / "out" / PARTIAL_OF_MERGE
-    folder.mkdir(parents=True)
-    with (folder / "layer-0000.safetensors").open("wb") as file:
+    (tmp_path / "out" / PARTIAL_OF_MERGE).mkdir(parents=True)
+    with (tmp_path / "out" / PARTIAL_OF_MERGE / "layer-0000.safetensors").open("wb") as file:
         file.truncate(found.solved // 2 + 1)
-    own = {"format": FORMAT, "experts": [content_of(experiment, task.reference) for task in experiment.recipe.experts]}
-    for run, fits in [(own | {"experts": ["another"]}, False), (own | {"format": 0}, False), (own, True)]:
-        (folder / "run.json").write_text(json.dumps(run))
-        assert (problems(recipe, out_path=tmp_path / "out") == []) == fits
+    assert problems(recipe, out_path=tmp_path / "out") == []

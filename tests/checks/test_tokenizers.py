@@ -20,8 +20,6 @@ from support.examining import (
     look,
     only,
     problems,
-    swap_ids,
-    with_data,
     with_expert,
 )
 from support.families import Family
@@ -29,16 +27,6 @@ from support.families import Family
 from mergekit_slta.checks import tokenizers
 from mergekit_slta.featcal.scratch import head_to_solve
 from mergekit_slta.host import patches
-
-
-def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(family.base)
-    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY)])
-    tokenizer.save_pretrained(family.base)
-    (tmp_path / "task.txt").write_text("a<60>")
-    problem = only(with_data(family, tmp_path / "task.txt"))
-    assert problem.startswith(f"The tokenizer of {family.base} gives the token id")
-    assert "has only 64 embeddings" in problem
 
 
 @pytest.mark.parametrize("source", ["base", "expert", "union"])
@@ -127,18 +115,6 @@ def test_where_a_model_stops_by_its_files(generation: Any, config: Any, ids: lis
 # Vocabularies
 
 
-def test_vocabularies_of_different_sizes(family: Family, tmp_path: Path) -> None:
-    other = larger_vocabulary(tmp_path / "other")
-    recipe = with_expert(family, other)
-    assert only(recipe) == (
-        f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: add "
-        "'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
-    )
-    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
-    assert problems(recipe | {"tokenizer_source": "union"}) == []
-    assert problems(recipe, merging=False) == []
-
-
 CUT = {"unsafe_truncate_embeddings": True}
 
 
@@ -149,51 +125,7 @@ def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> No
     assert {own.shape[0] for name, own in merged.items() if "embed" in name or "head" in name} == {families.VOCABULARY}
 
 
-def test_rows_of_other_tokens_must_not_be_cut(family: Family) -> None:
-    swap_ids(family.experts[0])
-    problem = only(families.recipe(family), options=CUT)
-    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
-
-
-def test_vocabularies_with_other_ids(family: Family) -> None:
-    swap_ids(family.experts[0])
-    recipe = families.recipe(family)
-    problem = only(recipe)
-    assert problem.startswith(f"The tokenizer of the expert {family.experts[0]} has other ids than that of the base")
-    assert "for 2 tokens (such as 'a'): add 'tokenizer: {source: base}'" in problem
-    assert problems(recipe | {"tokenizer": {"source": "base"}}) == []
-
-
-def test_other_ids_in_a_list_of_tokens_with_scores(family: Family) -> None:
-    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
-    for folder, tokens in zip(family.folders, ("abc", "acb"), strict=False):
-        vocabulary = [[token, -1.0] for token in tokens]
-        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    assert "for 2 tokens (such as 'b')" in only(recipe)
-
-
-def test_a_damaged_tokenizer(family: Family) -> None:
-    file = family.experts[0] / "tokenizer.json"
-    file.write_text('{"model": ')
-    assert only(families.recipe(family)).startswith(f"{file} cannot be read (")
-
-
-def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
-    tokenizer.add_tokens(["<turn>"])
-    tokenizer.save_pretrained(family.experts[0])
-    assert problems(families.recipe(family)) == []
-
-
 # Feature merges
-
-
-def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
-    other = larger_vocabulary(tmp_path / "other")
-    recipe = feature_recipe(family, experts=[0, 1]) | {"tokenizer": {"source": "base"}}
-    recipe["models"][1]["model"] = str(other)
-    said = f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: use 'merge_method: slta'"
-    assert problems(recipe)[0].startswith(said)
 
 
 @pytest.mark.parametrize("source", ["base", "union"])
@@ -217,10 +149,3 @@ def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_famil
         assert head_to_solve(families.experiment(recipe | more)) is not None
     for more in ({"tokenizer_source": "union"}, {"tokenizer": base | {"pad_to_multiple_of": 64}}):
         assert head_to_solve(families.experiment(recipe | more)) is None
-
-
-def test_an_expert_with_other_ids_cannot_run_on_the_base_models(family: Family) -> None:
-    """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
-    swap_ids(family.experts[0])
-    found = problems(feature_recipe(family) | {"tokenizer": {"source": "base"}})
-    assert any("has other ids than that of the base model" in problem for problem in found)

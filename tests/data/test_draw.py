@@ -38,9 +38,9 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
 
 
 def hold_out(
-    source: str, tokenizer: PreTrainedTokenizerBase, skip: CalibrationData, samples: int = 4, **settings: Any
+    source: str, tokenizer: PreTrainedTokenizerBase, used: CalibrationData, samples: int = 4
 ) -> CalibrationData:
-    return source_of(source, tokenizer, **settings).draw(samples, skip)
+    return source_of(source, tokenizer).draw(samples, used)
 
 
 # Tokens
@@ -72,15 +72,6 @@ def test_a_long_text_is_tokenized_as_far_as_it_is_kept(
     assert load(source, plain_tokenizer, samples=1).token_ids == (with_special(text)[:100],)
 
 
-def test_chat_template_has_its_beginning_of_text_token_once(
-    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    expected = (BOS, *spelled("[user]hi\n[assistant]ho\n"))
-    assert load(source, chat_tokenizer, samples=1).token_ids == (expected,)
-    assert load(source, chat_tokenizer, samples=1, max_tokens=9).token_ids == (expected[:9],)
-
-
 def test_expert_chat_template_is_loaded_once_and_only_if_the_base_has_none(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -91,8 +82,9 @@ def test_expert_chat_template_is_loaded_once_and_only_if_the_base_has_none(
         loads.append(1)
         return chat_tokenizer
 
-    by_expert = load(source, plain_tokenizer, expert_tokenizer=expert, samples=3)
-    assert by_expert.token_ids == load(source, chat_tokenizer, samples=3).token_ids
+    rows = load(source, plain_tokenizer, expert_tokenizer=expert, samples=3).token_ids
+    assert rows == load(source, chat_tokenizer, samples=3).token_ids
+    assert (BOS, *spelled("[user]hi\n[assistant]ho\n")) in rows  # the beginning of a text once, by the template
     assert len(loads) == 1
 
 
@@ -101,13 +93,6 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
     expected = tokenizer("26 Jul 2024hi", add_special_tokens=False, padding=False, truncation=False)["input_ids"]
     assert load(source, tokenizer, samples=1).token_ids == (tuple(expected),)
-
-
-def test_what_a_chat_template_refuses_is_said(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer(tmp_path / "strict", "{{ raise_exception('roles must alternate') }}")
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": TURNS}])
-    message = refused(load, source, tokenizer)
-    assert repr(source) in message and "roles must alternate" in message
 
 
 # Drawing
@@ -134,17 +119,6 @@ def test_order_is_the_seeds_and_empty_records_are_counted(
     assert load(source, plain_tokenizer, samples=5, seed=seed) == drawn
 
 
-def test_records_that_are_not_needed_are_not_looked_at(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = expected_order(10, 0)[:3]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"} if i in first else {"no": "shape"} for i in range(10)])
-    drawn = load(source, plain_tokenizer, samples=3)
-    assert drawn.records == tuple(first) and not caplog.text
-    assert load(source, plain_tokenizer, samples=4) == drawn
-    assert "skipped 7 records" in caplog.text
-
-
 def test_a_record_that_does_not_fit_is_skipped_counted_and_the_first_one_named(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,12 +126,10 @@ def test_a_record_that_does_not_fit_is_skipped_counted_and_the_first_one_named(
     bad = {order[1]: {"q": 1}, order[2]: {"messages": [{"role": "alien", "content": "x"}]}, order[4]: {"text": " "}}
     records = [bad.get(index, {"text": CHARACTERS[index]}) for index in range(6)]
     source = write_jsonl(tmp_path / "a.jsonl", records)
-    drawn = load(source, plain_tokenizer, samples=6)
-    assert drawn.records == (order[0], order[3], order[5])
-    (said,) = [record.getMessage() for record in caplog.records if "2 records" in record.getMessage()]
-    assert said.startswith(
-        f"Calibration source {source!r}: skipped 2 records, the first because record {order[1] + 1} "
-    )
+    assert load(source, plain_tokenizer, samples=1).records == (order[0],) and not caplog.text  # no other is looked at
+    assert load(source, plain_tokenizer, samples=6).records == (order[0], order[3], order[5])
+    skipped = f"Calibration source {source!r}: skipped 2 records, the first because record {order[1] + 1} "
+    assert sum(message.startswith(skipped) for message in caplog.messages) == 1
     held_out = hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=1), samples=5)
     assert held_out.records == (order[3], order[5])
     alone = write_jsonl(tmp_path / "alone.jsonl", [record for _, record in sorted(bad.items())])
@@ -171,10 +143,15 @@ def test_fewer_than_asked_is_a_warning(
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "", "b")])
     load(source, plain_tokenizer, samples=2)
     assert "asks for" not in caplog.text
-    drawn = load(source, plain_tokenizer, samples=30)
-    assert sorted(drawn.records) == [0, 2]
-    (shortage,) = [record.getMessage() for record in caplog.records if "asks for" in record.getMessage()]
-    assert source in shortage and "only 2 of the 30 usable" in shortage
+    assert sorted(load(source, plain_tokenizer, samples=30).records) == [0, 2]
+    assert f"{source!r} has only 2 of the 30 usable records that 'samples' asks for." in caplog.text
+    caplog.clear()
+    used = load(source, plain_tokenizer, samples=1)
+    assert len(hold_out(source, plain_tokenizer, used, samples=3).records) == 1
+    assert f"{source!r} has only 1 of the 3 records that calibration did not use." in caplog.text
+    used = load(source, plain_tokenizer, samples=2)
+    caplog.clear()
+    assert not hold_out(source, plain_tokenizer, used).records and not caplog.text  # which is for the caller to say
 
 
 def test_sha256_is_that_of_lengths_and_ids() -> None:
@@ -201,7 +178,6 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
 TAILED = {"question": "ab", "answer": "d"}
 TAILS = {
     "Q {question} A {answer}<|im_end|>": "Q ab A <d><|im_end|>",
-    "Q {question} A {answer}</d>": "Q ab A <d></d>",
     "Q {question} A {answer}. Turn 2 ended.": "Q ab A <d>. Turn 2 ended.",
 }
 
@@ -223,9 +199,11 @@ TAILS = {
         ({"text": "cd: ab", "question": "ab", "answer": "cd"}, "", "cd: ab"),  # the answer before the question
         ({"text": "ab: cd", "answer": "cd"}, "", "ab: cd"),  # without a question, which tells where it ends
         ({"text": "ab: cd", "instruction": "ab", "input": "no", "output": "cd"}, "", "ab: <cd>"),
+        (TAILED, "Q {question} A {answer}</d>", "Q ab A <d></d>"),
         ({"question": "ab", "answer": 7}, "q: {question} a: {answer} end", "q: ab a: <7> end"),
         *((TAILED, template, text) for template, text in TAILS.items()),
         *((TAILED | {"text": text.replace("<d>", "d")}, "", text) for text in TAILS.values()),
+        (TAILED | {"text": "Q ab A d</d>"}, "", "Q ab A d</d>"),  # which of the two?
         ({"text": "Q ab A 2. Turn 2", "question": "ab", "answer": "2"}, "", "Q ab A 2. Turn 2"),  # which of the two?
         ({"text": "Q ab A <d>c", "question": "ab", "answer": "<d>"}, "", "Q ab A <<d>>c"),
         ({"question": "ab", "answer": "d"}, "d{answer} Q {question} end", "dd Q ab end"),  # before the question
@@ -286,11 +264,7 @@ def test_answers_beyond_max_tokens_are_counted_with_the_number_that_reaches_them
 ) -> None:
     pairs = [("a", "b"), ("abcdef" + filling, "cd"), ("ab" + filling, "cdefghi")]
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": question, "answer": answer} for question, answer in pairs])
-    needed = (
-        1
-        + len(filling)
-        + max(len(question) + 1 + len(answer) for question, answer in (("abcdef", "cd"), ("ab", "cdefghi")))
-    )
+    needed = 1 + len(filling) + max(len("abcdef\ncd"), len("ab\ncdefghi"))
     cut = "2 of 3 answers lie beyond max_tokens 8" + (", 1 of them in part" if not filling else "")
     load(source, plain_tokenizer, max_tokens=8)
     assert f"Calibration source {source!r}: {cut}: raise it to {needed}." in caplog.text
@@ -318,34 +292,14 @@ def test_an_example_shows_a_sample_as_the_model_sees_it(
 # Held-out records
 
 
-def test_held_out_goes_on_where_calibration_stopped(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
-    records = [{"text": CHARACTERS[i] if i % 4 else ""} for i in range(26)]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
-    calibration = load(source, plain_tokenizer, samples=6)
-    rest = hold_out(source, plain_tokenizer, calibration, samples=5)
-    together = load(source, plain_tokenizer, samples=11)
-    assert calibration.records + rest.records == together.records
-    assert calibration.token_ids + rest.token_ids == together.token_ids
-
-
-def test_held_out_leaves_out_copies_of_calibration_samples(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+@pytest.mark.parametrize("texts", [[CHARACTERS[i] if i % 4 else "" for i in range(26)], ["a", "b", "c", "d"] * 3])
+def test_held_out_goes_on_where_calibration_stopped_without_copies_of_its_samples(
+    texts: list[str], tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    texts = ["a", "b", "c", "d"] * 3
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     calibration = load(source, plain_tokenizer, samples=2)
     rest = hold_out(source, plain_tokenizer, calibration, samples=12)
-    assert not set(rest.token_ids) & set(calibration.token_ids)
-    seen = {texts[index] for index in calibration.records}
-    assert sorted(rest.records) == [index for index, text in enumerate(texts) if text not in seen]
-
-
-def test_held_out_shortage_is_a_warning_and_none_is_for_the_caller(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in "abcde"])
-    rest = hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=4), samples=3)
-    assert len(rest.records) == 1
-    assert source in caplog.text and "only 1 of the 3 records that calibration did not use" in caplog.text
-    caplog.clear()
-    assert not hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=5)).records and not caplog.text
+    used = {texts[index] for index in calibration.records}
+    order = expected_order(len(texts), 0)
+    assert rest.records == tuple(index for index in order if texts[index] and texts[index] not in used)[:12]
+    assert rest.token_ids == tuple(with_special(texts[index]) for index in rest.records)

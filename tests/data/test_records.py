@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from support.calibration_samples import SHAREGPT, TURNS, refused
+from support.calibration_samples import TURNS, refused
 
 from mergekit_slta.data.records import record_text, template_fields
 
@@ -43,17 +43,9 @@ def test_shapes_without_a_chat(record: dict[str, Any], text: str) -> None:
     assert as_text(record) == (text, False)
 
 
-@pytest.mark.parametrize(
-    ("record", "text"),
-    [
-        ({"messages": TURNS, "text": "other"}, "<user>hi<assistant>ho"),
-        ({"conversations": TURNS, "prompt": "other", "completion": "other"}, "<user>hi<assistant>ho"),
-        ({"conversations": SHAREGPT}, "<system>be kind<user>hi<assistant>ho<tool>42"),
-        ({"messages": [{"role": None, "content": None, "from": "gpt", "value": "ho"}]}, "<assistant>ho"),
-    ],
-)
-def test_chat_shapes(record: dict[str, Any], text: str) -> None:
-    assert as_text(record) == (text, True)
+def test_a_chat_goes_before_other_shapes() -> None:
+    for record in ({"messages": TURNS, "text": "a"}, {"conversations": TURNS, "prompt": "a", "completion": "b"}):
+        assert as_text(record) == ("<user>hi<assistant>ho", True)
 
 
 @pytest.mark.parametrize(

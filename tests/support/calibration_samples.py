@@ -16,12 +16,6 @@ from mergekit_slta.errors import SltaError
 BOS, EOS = 0, 1
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?[]\n<>|/_{}"'
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-SHAREGPT = [
-    {"from": "system", "value": "be kind"},
-    {"from": "human", "value": "hi"},
-    {"from": "gpt", "value": "ho"},
-    {"from": "tool", "value": "42"},
-]
 
 
 def write_tokenizer(folder: Path, chat_template: str | None = None) -> PreTrainedTokenizerBase:

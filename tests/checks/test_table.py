@@ -1,0 +1,610 @@
+"""What is wrong with a recipe, its models or its data, each with the sentence that says so; and what is not wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import MakeFamily
+from mergekit.common import ModelReference
+from support import families
+from support.adapters import State, edit, of_experts, state_of, write_adapter
+from support.architecture_scan import small_configs
+from support.copies import edit_tensors
+from support.examining import edit_config, grow, larger_vocabulary, look, only, problems, save_random, swap_ids, t5
+from support.families import Family, config_of
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.models.merged_adapters import merge_adapter
+
+
+class Case:
+    """A family of Llamas, an empty folder, and a recipe of ``slta``; what changes them returns the case."""
+
+    def __init__(self, family: Family, folder: Path, make_family: MakeFamily) -> None:
+        self.folder, self.make_family = folder, make_family
+        self.arguments: dict[str, Any] = {}  # of ``examine``
+        self.merged_too = ""  # an adapter that a merge without checks refuses too
+        self.to(family)
+
+    def to(self, family: Family) -> Case:
+        self.family, self.base, self.expert = family, family.base, family.experts[0]
+        return self.use()
+
+    def of(self, architecture: Any) -> Case:
+        return self.to(self.make_family(architecture))
+
+    def use(self, method: str = "slta", **arguments: Any) -> Case:
+        """Another method or other parameters; without data where the method needs none."""
+        defaults: dict[str, Any] = {"samples": 6} if method in ("slta", "featcal") else {"calibration": False}
+        self.recipe = families.recipe(self.family, method, **defaults | arguments)
+        return self
+
+    def run(self, **arguments: Any) -> Case:
+        self.arguments |= arguments
+        return self
+
+    def name(self, expert: object) -> Case:
+        """Another model as the first expert."""
+        self.recipe["models"][0]["model"] = str(expert)
+        return self
+
+    def random(self, config: Any) -> Case:
+        return self.name(save_random(config, self.folder / "other"))
+
+    def data(self, source: object, content: str | None = None, template: str = "") -> Case:
+        """Other data for the first expert, in the case's folder if there is content."""
+        if content is not None:
+            source = self.folder / str(source)
+            source.write_text(content)
+        self.recipe["models"][0]["parameters"] |= {"calibration": str(source), "template": template}
+        return self
+
+    def lora(self, *targets: str, base: Path | None = None, **settings: Any) -> Path:
+        return write_adapter(base or self.base, self.folder / "adapter", *targets, **settings)
+
+    def adapt(self, adapter: Path, merged_too: bool = True, base: Path | None = None) -> Case:
+        """The base model, or another, with an adapter as the first expert."""
+        expert = f"{base or self.base}+{adapter}"
+        self.merged_too = expert if merged_too else ""
+        return self.name(expert).run(options={"lora_merge_cache": str(self.folder / "cache")})
+
+    def filled(self, text: str) -> str:
+        for name, path in (("BASE", self.base), ("EXPERT", self.expert), ("HERE", self.folder)):
+            text = text.replace(name, str(path))
+        return text
+
+
+Edit = Callable[[Case], object]
+Rows = list[tuple[Edit, str]]
+
+
+@pytest.fixture
+def case(family: Family, tmp_path: Path, make_family: MakeFamily, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """A case on a disk with 50 GB free."""
+    usage = shutil.disk_usage("/")._replace(free=50 * 10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    (tmp_path / "case").mkdir()
+    return Case(family, tmp_path / "case", make_family)
+
+
+def untouched(case: Case) -> None:
+    pass
+
+
+# Models
+
+
+def tied(head: bool) -> Any:
+    return config_of("llama", tie_word_embeddings=head)
+
+
+def olmo() -> Any:
+    """An architecture of which mergekit has no definition; it ties its head and does not store it."""
+    entries = {"model_type": "olmo", "architectures": None, "tie_word_embeddings": True}
+    return transformers.OlmoConfig(**config_of("llama").to_diff_dict() | entries)
+
+
+def rwkv() -> Any:
+    small: dict[str, Any] = {"vocab_size": families.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
+    return transformers.RwkvConfig(**small, rescale_every=2)
+
+
+def clip(folder: Path) -> Path:
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 2
+    text, vision = sizes | {"vocab_size": 64}, sizes | {"image_size": 16, "patch_size": 8}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    return save_random(config, folder, "CLIPModel")
+
+
+def no_decoder(save: Callable[[Path], Path]) -> Edit:
+    def change(case: Case) -> None:
+        case.use(experts=[0]).name(save(case.folder / "expert")).run(merging=False)
+        case.recipe["base_model"] = str(save(case.folder / "base"))
+
+    return change
+
+
+def crimes(method: str) -> Edit:
+    return lambda c: c.use(method).random(config_of("mistral", head_dim=8)).run(options={"allow_crimes": True})
+
+
+def shorter(tensors: State) -> None:
+    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+        tensors[name] = tensors[name][:-1]
+
+
+def renamed(rename: Callable[[str], str], lost: str = "") -> Callable[[State], None]:
+    def change(tensors: State) -> None:
+        for name in list(tensors):
+            tensors[rename(name)] = tensors.pop(name)
+        tensors.pop(lost, None)
+
+    return change
+
+
+WRAPPERS: dict[str, Callable[[str], str]] = {
+    "_orig_mod.": lambda name: f"_orig_mod.{name}",  # torch.compile
+    "module.": lambda name: f"module.{name}",  # DDP
+    "base_model.model.": lambda name: f"base_model.model.{name}",  # peft
+    "module., _orig_mod.": lambda name: f"module._orig_mod.{name}",
+    "_checkpoint_wrapped_module.": lambda name: re.sub(r"(layers\.\d+\.)", r"\1_checkpoint_wrapped_module.", name),
+}
+WRAPPED = "because the model was saved from inside torch.compile, FSDP, DDP or peft: save the module that these wrap"
+NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def to_integers(tensors: State) -> None:
+    """As GPTQ and AWQ store matrices."""
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name.replace(".weight", ".qweight")] = tensors.pop(name).int()
+
+
+def to_8_bits(tensors: State) -> None:
+    tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
+
+
+def quantized(entry: dict[str, Any] | None, change: Callable[[State], None]) -> Edit:
+    def quantize(case: Case) -> None:
+        edit_tensors(case.expert, change)
+        edit_config(case.expert, quantization_config=entry)
+
+    return quantize
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+LEFT_OVER = "says that it is quantized (gptq), and its tensors are not: remove the entry 'quantization_config'."
+ELSE = "name the original checkpoint, or dequantize it first."
+
+
+def left_over_below_an_adapter(case: Case) -> None:
+    """transformers loads the model of an adapter, with the entry."""
+    case.adapt(case.lora(), merged_too=False, base=case.expert)
+    edit_config(case.expert, quantization_config=GPTQ)
+
+
+MODELS: Rows = [
+    (
+        lambda c: c.name(c.base / "none"),
+        "BASE/none cannot be used: there is no such folder, and it is not the name of a",
+    ),
+    (
+        lambda c: c.random(config_of("mistral")),
+        "The expert HERE/other is a MistralForCausalLM (mistral), the base model BASE a LlamaForCausalLM (llama): ",
+    ),
+    (crimes("slta"), "only models of one architecture can be merged."),
+    (
+        lambda c: c.random(config_of("llama", hidden_size=16, num_attention_heads=2)),
+        "The expert HERE/other has hidden_size 16 instead of 32, num_attention_heads 2 instead of 4: it was not ",
+    ),
+    (
+        lambda c: edit_tensors(c.expert, shorter),
+        f"The tensor {UP} of the expert EXPERT has the shape [47, 32] instead of [48, 32]: it was not fine-tuned ",
+    ),
+    (
+        lambda c: c.of(tied(True)).random(tied(False)),
+        "BASE ties its output head to its embedding and HERE/other does not",
+    ),
+    (
+        lambda c: c.of(tied(False)).random(tied(True)),
+        "HERE/other ties its output head to its embedding and BASE does not",
+    ),
+    (
+        lambda c: edit_tensors(c.of(olmo()).expert, lambda tensors: tensors.pop(UP)),
+        f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get a sound copy.",
+    ),
+    *(
+        (
+            lambda c, rename=rename, place=place: edit_tensors(Path(c.filled(place)), renamed(rename)),
+            f"The names of the tensors of {place} contain {words}, {WRAPPED}",
+        )
+        for words, rename in WRAPPERS.items()
+        for place in ("BASE", "EXPERT")
+    ),
+    (
+        lambda c: edit_tensors(c.expert, renamed(WRAPPERS["module."], lost=f"module.{NORM}")),
+        "EXPERT: the checkpoint lacks",
+    ),
+    (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq): {ELSE}"),
+    (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own): {ELSE}"),
+    (quantized(None, to_8_bits), f"EXPERT stores {UP} in 8 bits or fewer, so it is quantized: {ELSE}"),
+    (lambda c: edit_config(c.base, quantization_config=GPTQ), f"The config.json of BASE {LEFT_OVER}"),
+    (left_over_below_an_adapter, f"The config.json of EXPERT {LEFT_OVER}"),
+    (
+        no_decoder(t5),
+        "T5ForConditionalGeneration is an encoder-decoder, which calibration does not cover: use 'merge_m",
+    ),
+    (no_decoder(clip), "CLIPModel is not a decoder-only language model, which calibration does not cover"),
+    (lambda c: c.of(rwkv()), "RwkvForCausalLM changes the hidden states between its decoder layers"),
+]
+
+# Adapters
+
+FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+UNGATHERED = "it was saved without gathering its shards, save it again."
+ALL_EXPERTS = "): train it on all experts and all of their maps, which transformers keeps in one tensor."
+RESIZED = (
+    "The adapter HERE/adapter was trained with a vocabulary of 66 tokens and BASE has 64: save that model after "
+    "resize_token_embeddings(66), and name the copy in its place."
+)
+
+
+def lora_of(architecture: str, *targets: str, parameters: Any = (), **changes: Any) -> Edit:
+    """An adapter of another model."""
+
+    def change(case: Case) -> None:
+        other = save_random(config_of(architecture, **changes), case.folder / "other")
+        case.adapt(case.lora(*targets, base=other, parameters=parameters))
+
+    return change
+
+
+def changed(change: Callable[[State], State]) -> Edit:
+    return lambda c: c.adapt(edit(c.lora("q_proj", "down_proj"), change))
+
+
+def emptied(tensors: State) -> State:
+    return {name: t[:0] if "layers.1." in name and "lora_B" in name else t for name, t in tensors.items()}
+
+
+def of_rank_0(tensors: State) -> State:
+    return {name: t[:0] if "lora_A" in name else t[:, :0] for name, t in tensors.items()}
+
+
+def without_a_tensor(tensors: State) -> State:
+    return {name: t for name, t in tensors.items() if "layers.1.self_attn.q_proj.lora_B" not in name}
+
+
+def without_its_file(case: Case) -> None:
+    case.adapt(case.lora(), merged_too=False)
+    (case.folder / "adapter" / "adapter_model.safetensors").unlink()
+
+
+def on_the_language_model(targets: Any, of_text: bool = False) -> Edit:
+    """An adapter of a multimodal model, or of its language model, put on the language model."""
+
+    def change(case: Case) -> None:
+        whole = case.of("gemma3_vision").family
+        text = save_random(whole.config.get_text_config(), case.folder / "text")
+        adapter = edit(case.lora(base=text if of_text else whole.base), target_modules=targets)
+        case.to(Family(text, (text, text), whole.data, whole.config)).adapt(adapter)
+
+    return change
+
+
+def of_a_resized_model(*, save_embedding_layers: bool = False, **settings: Any) -> Edit:
+    def change(case: Case) -> None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(case.base)
+        model.resize_token_embeddings(66)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(**{"target_modules": ["q_proj"]} | settings))
+        adapted.save_pretrained(str(case.folder / "adapter"), save_embedding_layers=save_embedding_layers)
+        case.adapt(case.folder / "adapter")
+
+    return change
+
+
+def of_some_experts(architecture: str, **parts: Any) -> Edit:
+    def change(case: Case) -> None:
+        case.of(architecture)
+        case.adapt(of_experts(state_of(case.base), architecture, case.folder / "adapter", **parts))
+
+    return change
+
+
+def not_fit(reason: str) -> str:
+    return f"The adapter HERE/adapter does not fit BASE ({reason}"
+
+
+ADAPTERS: Rows = [
+    (
+        lambda c: c.name(f"{c.base}+{c.lora()}"),
+        "BASE+HERE/adapter is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER.",
+    ),
+    (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
+    (lora_of("llama", hidden_size=64), not_fit("its matrices for")),
+    (lora_of("gpt2", "c_attn"), not_fit("Target modules {'c_attn'} not found in the base model")),
+    *(
+        (
+            lambda c, name=name: lora_of(name, parameters=FUSED[1:], hidden_size=64)(c.of(name)),
+            not_fit("its matrices for model.layers.0"),
+        )
+        for name in ("qwen3_moe", "gpt_oss")
+    ),
+    (
+        lambda c: c.of("gemma3").adapt(c.lora("q_proj", modules_to_save=["lm_head"]), merged_too=False),
+        "The adapter HERE/adapter holds its own lm_head of BASE",
+    ),
+    (changed(emptied), "holds empty tensors (base_model.model.model.layers.1.mlp.down_proj.lora_B.weight, "),
+    (changed(of_rank_0), UNGATHERED),
+    (changed(lambda tensors: {}), f"holds no tensors: {UNGATHERED}"),
+    (
+        changed(without_a_tensor),
+        "(it lacks tensors of model.layers.1.self_attn.q_proj, which its adapter_config.json names): ",
+    ),
+    (
+        changed(lambda tensors: tensors | {"base_model.model.score.weight": torch.ones(2, 32)}),
+        "(it adapts score.weight, which that model lacks): name the model that it was trained on.",
+    ),
+    (on_the_language_model(["q_proj"]), "(it adapts model.vision_tower."),
+    (on_the_language_model(r".*\.q_proj"), "(it adapts model.vision_tower."),
+    (of_a_resized_model(modules_to_save=["embed_tokens", "lm_head"]), RESIZED),
+    (of_a_resized_model(save_embedding_layers=True), RESIZED),
+    (of_a_resized_model(target_modules=["embed_tokens"]), RESIZED),
+    (of_a_resized_model(target_modules=["lm_head"]), RESIZED),
+    *(
+        (of_some_experts(name, **parts), ALL_EXPERTS)
+        for name in ("mixtral", "qwen3_moe")
+        for parts in ({"experts": 2}, {"parts": ["gate_up_proj"]}, {"parts": ["gate_up_proj", "gate"]})
+    ),
+]
+
+# Data and statistics
+
+
+def without_tokenizer(case: Case) -> None:
+    for file in case.base.glob("tokenizer*"):
+        file.unlink()
+
+
+def of_one_name(case: Case) -> Case:
+    for number, entry in enumerate(case.recipe["models"]):
+        entry["model"] = str(shutil.copytree(entry["model"], case.folder / f"run{number}" / "checkpoint-500"))
+    return case
+
+
+def statistics(file: str, **arguments: Any) -> Edit:
+    def change(case: Case) -> None:
+        (case.folder / "file").write_text("no statistics")
+        case.use(statistics=case.filled(file), **arguments)
+
+    return change
+
+
+CHAT = json.dumps({"messages": [{"role": "user", "content": "abc"}]})
+DATA: Rows = [
+    (
+        lambda c: c.data("copy.jsonl", c.family.data[1].read_text()),
+        "give the same tokens: give each expert the data of its own task, because with equal data every ",
+    ),
+    (lambda c: c.data("/none.jsonl"), "Calibration file '/none.jsonl' does not exist"),
+    (lambda c: c.data("a.jsonl", ""), "'HERE/a.jsonl' has no records"),
+    (lambda c: c.data("a.jsonl", '{"text": " "}\n'), "'HERE/a.jsonl' has no usable record: all 1 are empty"),
+    (lambda c: c.data("a.jsonl", '{"q": 1}'), "'HERE/a.jsonl' has none of the known fields: its fields are q."),
+    (
+        lambda c: c.data("a.jsonl", '{"text": ["x"]}\n{"q": 1}\n'),
+        "'HERE/a.jsonl' has no usable record: 2 do not fit and 0 are empty, the first because",
+    ),
+    (
+        lambda c: c.data(c.family.data[0], template="{question}"),
+        "has no field 'question', which the template '{question}' names: its fields are text.",
+    ),
+    (lambda c: c.data(c.family.data[0], template="{text"), "is not a valid format string"),
+    (lambda c: c.data("hf:org/data?splt=train"), "'hf:org/data?splt=train' must be 'hf:DATASET'"),
+    (lambda c: c.data("a.jsonl", CHAT), "neither the base model's tokenizer nor the expert's has a chat template"),
+    (without_tokenizer, "BASE has no usable tokenizer ("),
+    (
+        lambda c: c.of("gpt2").use(max_tokens=512).data("long.txt", "a" * 200),
+        "has samples of 202 tokens, but BASE has 128 positions: set 'max_tokens: 128' or less.",
+    ),
+    (of_one_name, "same name in the statistics (base, checkpoint-500, checkpoint-500, checkpoint-500)"),
+    (statistics("HERE/file"), "HERE/file cannot be read as a safetensors file"),
+    (statistics("HERE"), "There is no statistics file"),
+    (statistics("hf:org/repo/file.safetensors", calibration=False), "the Hub cannot be reached"),
+    (statistics("HERE/file/a"), "HERE/file is not a writable folder"),
+]
+
+# Tokenizers, folders, disks and devices
+
+
+def more_tokens(case: Case) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(case.base)
+    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY)])
+    tokenizer.save_pretrained(case.base)
+    case.data("task.txt", "a<60>")
+
+
+def other_ids(method: str = "slta", **entries: Any) -> Edit:
+    def change(case: Case) -> None:
+        swap_ids(case.expert)
+        case.use(method).recipe.update(entries)
+
+    return change
+
+
+def other_size(method: str = "slta", **entries: Any) -> Edit:
+    def change(case: Case) -> None:
+        case.use(method).name(larger_vocabulary(case.folder / "other")).recipe.update(entries)
+
+    return change
+
+
+def writing(name: str, method: str = "slta", size: int = 0) -> Edit:
+    """A merge into a folder, of a base model that takes so many bytes more."""
+
+    def change(case: Case) -> None:
+        (case.folder / "file").write_text("")
+        grow(case.base, size)
+        case.use(method, experts=[0]).run(**{"out_path": case.folder / name} if name else {})
+
+    return change
+
+
+def reporting(case: Case) -> None:
+    (case.folder / "file").write_text("")
+    case.recipe["parameters"]["report"] = f"{case.folder}/file"
+
+
+CUT = {"options": {"unsafe_truncate_embeddings": True}}
+GB = 10**9
+ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
+ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+IDS = "The tokenizer of the expert EXPERT has other ids than that of the base model BASE for 2 tokens (such as 'a')"
+SIZES = "The expert HERE/other has a vocabulary of 66 tokens and the base model one of 64"
+OTHERS: Rows = [
+    (more_tokens, "but the model has only 64 embeddings"),
+    (other_size(), f"{SIZES}: {ALIGN}"),
+    (other_size("featcal", **ALIGNED), f"{SIZES}: use 'merge_method: slta'"),
+    (other_ids(), f"{IDS}: {ALIGN}"),
+    (lambda c: other_ids()(c.run(**CUT)), f"{IDS}: {ALIGN}"),
+    (other_ids("featcal", **ALIGNED), f"{IDS}, on which this method runs it: choose experts with the same ids."),
+    (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
+    (lambda c: c.run(options={"device": "gpu"}), "PyTorch cannot compute on the device 'gpu' ("),
+    (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
+    (reporting, "'report: HERE/file' cannot be created"),
+    (lambda c: reporting(c.use("featcal")), "'report: HERE/file' cannot be created"),
+    (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
+    (
+        writing("a/b", size=100 * GB),
+        "The disk with HERE/a/b has 50 GB free, too little for the merged model (about 100 GB): make room",
+    ),
+    (
+        writing("out", "featcal", size=60 * GB),
+        "too little for the merged model (about 60 GB) and the solved layers (about ",
+    ),
+]
+
+
+def short(value: object) -> str:
+    return value[:60] if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize(("edit", "sentence"), [*MODELS, *ADAPTERS, *DATA, *OTHERS], ids=short)
+def test_what_is_wrong_is_said_in_one_sentence(edit: Edit, sentence: str, case: Case) -> None:
+    edit(case)
+    problem = only(case.recipe, **case.arguments)
+    assert case.filled(sentence) in problem
+    if case.merged_too:  # a merge without the checks says the same, and leaves nothing
+        cache = case.folder / "cache"
+        with pytest.raises(SltaError) as error:
+            merge_adapter(ModelReference.parse(case.merged_too), str(cache))
+        assert str(error.value) == problem
+        assert not [place for place in cache.iterdir() if place.is_dir()]
+
+
+# What is not wrong
+
+
+def copies_of_the_ends(case: Case) -> None:
+    """An adapter that peft saved with the embedding and the head, which it does not train."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.of("gemma3").base)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(str(case.folder / "adapter"), save_embedding_layers=True)
+    case.adapt(case.folder / "adapter")
+
+
+def a_new_token(case: Case) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(case.expert)
+    tokenizer.add_tokens(["<turn>"])
+    tokenizer.save_pretrained(case.expert)
+
+
+def the_experts_chat_template(case: Case) -> None:
+    families.write_tokenizer(case.expert, "{% for turn in messages %}{{ turn.content }}{% endfor %}")
+    case.data("a.jsonl", CHAT)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        crimes("sftm"),
+        lambda c: c.of(tied(True)),
+        lambda c: c.of(olmo()).use(level="layer"),
+        lambda c: c.adapt(c.lora("q_proj", "down_proj")),
+        lambda c: c.of("qwen3_moe").adapt(c.lora(parameters=FUSED)),
+        lambda c: c.of("mixtral").adapt(c.lora(parameters=["mlp.gate.weight"])),
+        copies_of_the_ends,
+        on_the_language_model(r".*\.q_proj", of_text=True),
+        the_experts_chat_template,
+        lambda c: c.of("gpt2").use(max_tokens=128).data("long.txt", "a" * 200),
+        lambda c: c.of(next(small_configs("kosmos-2.5", "Kosmos2_5ForConditionalGeneration"))),  # two segments
+        lambda c: c.data("hf:org/data?config=main&split=train[:5]"),
+        lambda c: of_one_name(c.use("featcal")),
+        statistics("HERE/new/stats.safetensors"),
+        a_new_token,
+        other_ids(**ALIGNED),
+        other_size(**ALIGNED),
+        other_size(tokenizer_source="union"),
+        lambda c: other_size()(c.run(merging=False)),
+        lambda c: other_size("sftm")(c.run(**CUT)),
+        writing("", size=100 * GB),
+        writing("out", size=40 * GB),
+        lambda c: writing("out", size=100 * GB)(c.run(merging=False)),
+    ],
+)
+def test_what_is_sound_is_let_through(edit: Edit, case: Case) -> None:
+    edit(case)
+    assert problems(case.recipe, **case.arguments) == []
+    assert not (case.folder / "cache").exists()
+
+
+# What is worth knowing
+
+
+def half(dtype: str | None) -> Edit:
+    def change(case: Case) -> None:
+        edit_config(case.base, dtype="bfloat16")
+        case.recipe["dtype"] = dtype
+
+    return change
+
+
+ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "rms_norm_eps": 1e-3}
+DIFFERS = (
+    "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, rope_parameters: "
+    "the merged model gets the base model's configuration"
+)
+ROUNDS = "Merging in bfloat16 rounds at every step: set 'dtype: float32' and 'out_dtype: bfloat16' to round only once."
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (untouched, ""),
+        (half("bfloat16"), ROUNDS),
+        (half(None), ROUNDS),
+        (half("float32"), ""),
+        (lambda c: half(None)(c.run(merging=False)), ""),
+        (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
+        (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
+        (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
+        (
+            lambda c: c.of("gemma3").adapt(c.lora("lm_head")),
+            "The adapter HERE/adapter changes lm_head of BASE, where embedding and output head are one tensor",
+        ),
+    ],
+    ids=short,
+)
+def test_what_is_worth_knowing_is_said_once(edit: Edit, sentence: str, case: Case) -> None:
+    edit(case)
+    notes = look(case.recipe, **case.arguments).notes
+    assert len(notes) == bool(sentence)
+    assert all(case.filled(sentence) in note for note in notes)
