@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.checks.data import content_of
-from mergekit_slta.featcal.scratch import resumable_bytes
+from mergekit_slta.featcal.solved import resumable_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.models.headers import Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment

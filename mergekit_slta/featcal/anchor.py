@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -86,3 +88,13 @@ class ActmatAnchor(Blend):
         tasks = [own - base for own in (*experts, *kept)]
         counts = [1.0] * len(experts) + [self._keep_weight] * len(kept)
         return base + merged_task(role, tasks, ActmatSettings().ridge, counts).to(base.dtype)
+
+
+def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
+    """A copy of a mixture's matrices in a mapped temporary file of a folder, whose space is freed with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(stack.numel() * stack.dtype.itemsize)
+        copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
+    for expert in range(len(copy)):
+        copy[expert] = stack[expert]
+    return copy

@@ -13,7 +13,7 @@ from support.families import Family
 
 from mergekit_slta.checks.data import content_of
 from mergekit_slta.checks.needs import needs
-from mergekit_slta.featcal.scratch import FORMAT
+from mergekit_slta.featcal.solved import FORMAT
 from mergekit_slta.files import PARTIAL_OF_MERGE
 
 
