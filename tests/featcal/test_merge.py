@@ -281,14 +281,7 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
     assert peak_of(lambda: anchor.of(names, tensors)) < 5 * 24 * 400 * 300 * 4
 
 
-# Progress, interruptions, memory
-
-
-def test_progress_counts_every_sample_at_every_stage(llama: Family, tmp_path: Path) -> None:
-    seen: list[tuple[str, int]] = []
-    families.feature_merge(llama, tmp_path, progress=lambda *step: seen.append(step))
-    assert sum(samples for _, samples in seen) == (LAYERS * 4 + 1) * sum(map(len, llama.token_ids()))
-    assert {f"layer 1 of {LAYERS}, self_attn.q_proj/k_proj/v_proj", "output head"} < {stage for stage, _ in seen}
+# Padding, memory
 
 
 def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_path: Path) -> None:
