@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations, groupby
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive, where_most
+from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
 
 # Of the quickstart's experts, those that keep less than half of the feature change keep less than a third of their gain
 # in exact answers; those that keep 60 to 75 %, in merges of two, keep between a third and nearly all.
@@ -74,19 +74,28 @@ def kept_sentence(solution: Solution) -> str:
 def _interference(solution: Solution) -> Iterator[str]:
     """A sentence on the two experts of which a merge of these two alone keeps least, and on the layers."""
     measured = solution.statistics.at_levels([solution.level])
-    pairs = combinations(range(len(solution.models)), 2)
-    found = [measured.take(pair, keep=False).solve(solution.level, balance=solution.balance) for pair in pairs]
-    worst = min(found, key=lambda pair: _mean(pair.kept), default=None)
+    members = combinations(range(len(solution.models)), 2)
+    pairs = [measured.take(pair, keep=False).solve(solution.level, balance=solution.balance) for pair in members]
+    worst = min(pairs, key=lambda pair: _mean(pair.kept), default=None)
     if worst is None or _mean(worst.kept) >= HARDLY_INTERFERES:
         return
-    where = where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
+    where = _where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
     names = dict(zip(solution.models, short_names(solution.models), strict=True))
     if len(names) > 2:
         shares = enumerated(list(map(percent, worst.kept.tolist())))
-        pair = enumerated([names[own] for own in worst.models])
+        pair = enumerated([names[model] for model in worst.models])
         yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares}."
     elif where:
         yield f"They interfere most{where}."
+
+
+def _where_most(by_layer: Mapping[int, float]) -> str:
+    """The layers with the largest values, a quarter, at most three, as in " in layers 0 and 3-4"; "" without any."""
+    most = sorted(by_layer, key=by_layer.__getitem__, reverse=True)[: math.ceil(min(len(by_layer), 12) / 4)]
+    pairs = enumerate(sorted(most))
+    runs = [[layer for _, layer in run] for _, run in groupby(pairs, lambda pair: pair[1] - pair[0])]
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f" in layer{'s' * (len(most) > 1)} {enumerated(words)}" if words else ""
 
 
 def _mean(kept: torch.Tensor) -> float:

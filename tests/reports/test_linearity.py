@@ -99,17 +99,6 @@ def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) 
     assert len(images) == len(charts)
 
 
-@pytest.mark.parametrize(
-    ("layer", "said"),
-    [(0.5, "The submodules of one are more linear than the whole models"), (2.0, "Not all submodules")],
-)
-def test_the_sentence_on_scores_compares_submodules_with_the_model(layer: float, said: str) -> None:
-    scores = {"model": {"one": {"model": Value(2.0, 0, 1)}}, "layer": {"one": {"layer.0": Value(layer, 0, 1)}}}
-    result = Linearity(("one",), ("model", "layer"), (1,), {"non_linearity": scores}, {}, {}, {})
-    assert said in score_sentence(result)
-    assert f"2 for the whole model and {layer:.2g} for a layer" in score_sentence(result)
-
-
 def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linearity:
     """Experts with a score each, the same in 4 layers, and pairs with a projection distance in each layer."""
     of_experts = {name: {f"layer.{i}": Value(score, 0, 1) for i in range(4)} for name, score in scores.items()}
@@ -125,7 +114,7 @@ def test_the_verdict_says_whether_to_merge_and_which_pair_disturbs_each_other_wh
     distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
     mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
     assert mergeable.startswith("Linear enough to merge these by weights: at level layer, features change nearly")
-    assert " math and code disturb each other most in layer 2: what they change together is 3 % off" in mergeable
+    assert " math and code disturb each other most: what they change together is 3 % off" in mergeable
     bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
     assert bent.startswith("code does not fit merging weights") and "leave it out, or merge by featcal" in bent
     assert verdict(scored({"math": 0.1}, {})).startswith("Linear enough to merge it by weights:")
