@@ -134,6 +134,12 @@ def stages(decoder: Decoder, head: LinearMap | None) -> int:
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
 
 
+def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
+    """The shapes of the tensors that a layer's file holds, by the model's names."""
+    state = decoder.layers[layer].state_dict()
+    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
+
+
 @dataclass
 class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``.
@@ -332,52 +338,10 @@ class _LayerMerge:
             yield inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.merge.weights)
             report(len(batch.rows))
 
-    def _solve_routed(self, group: MapGroup, report: Progress) -> None:
-        """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
-        routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
-        for number, batch in enumerate(self.streams.batches):
-            routed.append(self.passage(number).routed(group, self.merged))
-            report(len(batch.rows))
-        for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
-            if name not in self._stacks:
-                self.merged[name] = self.merged[name].clone()
-        module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
-        for index in sorted({m.expert for m in group.maps if m.expert is not None}):
-            first, down = (m for m in group.maps if m.expert == index)
-            # By task: the merged model's inputs, the task's own model's, and each token's sample and weight.
-            reaching = [list(self._reaching(routed, index, task)) for task in range(len(self.owners))]
-            self._solve_reached(first, reaching)
-            hidden = []
-            for tokens, owner in zip(reaching, self.owners, strict=True):
-                pairs = [(first.apply(self.merged, x), first.apply(owner, y), *rest) for x, y, *rest in tokens]
-                hidden.append([(fused_hidden(module, x), fused_hidden(module, y), *rest) for x, y, *rest in pairs])
-            self._solve_reached(down, hidden)
-
-    def _reaching(
-        self, routed: Sequence[tuple[RoutedInputs, torch.Tensor]], index: int, task: int
-    ) -> Iterator[tuple[torch.Tensor, ...]]:
-        """What of a task goes to a mixture's expert: the inputs of both models [n, in], samples and weights [n]."""
-        for number, batch in self.streams.batches_of(task):
-            merged, expert = routed[number]
-            reached = (merged.routes == index).any(-1)
-            inputs, expert_inputs, tokens = (
-                part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
-            )
-            device = self.merge.decoder.device
-            weights = batch.join(self.merge.weights)[tokens]
-            yield inputs.to(device), expert_inputs.to(device), batch.samples[tokens], weights
-
-    def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
-        """Solve one map of a mixture's expert on the tokens of every task that reach it."""
-        tasks = [
-            [(x, y @ linear_map.matrix(owner).T, samples, weights) for x, y, samples, weights in tokens]
-            for tokens, owner in zip(reaching, self.owners, strict=True)
-        ]
-        self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
-
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
-        names, expert, prior = ", ".join(linear_map.name for linear_map in maps), maps[0].expert, self._prior(maps)
+        names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
+        prior = self._prior(maps)
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
         regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
@@ -430,11 +394,48 @@ class _LayerMerge:
         system = with_ridge(total, ridge)
         return system.div_(system.diagonal().mean())
 
+    def _solve_routed(self, group: MapGroup, report: Progress) -> None:
+        """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
+        routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
+        for number, batch in enumerate(self.streams.batches):
+            routed.append(self.passage(number).routed(group, self.merged))
+            report(len(batch.rows))
+        for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
+            if name not in self._stacks:
+                self.merged[name] = self.merged[name].clone()
+        module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
+        for index in sorted({m.expert for m in group.maps if m.expert is not None}):
+            first, down = (m for m in group.maps if m.expert == index)
+            # By task: the merged model's inputs, the task's own model's, and each token's sample and weight.
+            reaching = [list(self._reaching(routed, index, task)) for task in range(len(self.owners))]
+            self._solve_reached(first, reaching)
+            hidden = []
+            for tokens, owner in zip(reaching, self.owners, strict=True):
+                pairs = [(first.apply(self.merged, x), first.apply(owner, y), *rest) for x, y, *rest in tokens]
+                hidden.append([(fused_hidden(module, x), fused_hidden(module, y), *rest) for x, y, *rest in pairs])
+            self._solve_reached(down, hidden)
 
-def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
-    """The shapes of the tensors that a layer's file holds, by the model's names."""
-    state = decoder.layers[layer].state_dict()
-    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
+    def _reaching(
+        self, routed: Sequence[tuple[RoutedInputs, torch.Tensor]], index: int, task: int
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """What of a task goes to a mixture's expert: the inputs of both models [n, in], samples and weights [n]."""
+        for number, batch in self.streams.batches_of(task):
+            merged, expert = routed[number]
+            reached = (merged.routes == index).any(-1)
+            inputs, expert_inputs, tokens = (
+                part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
+            )
+            device = self.merge.decoder.device
+            weights = batch.join(self.merge.weights)[tokens]
+            yield inputs.to(device), expert_inputs.to(device), batch.samples[tokens], weights
+
+    def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
+        """Solve one map of a mixture's expert on the tokens of every task that reach it."""
+        tasks = [
+            [(x, y @ linear_map.matrix(owner).T, samples, weights) for x, y, samples, weights in tokens]
+            for tokens, owner in zip(reaching, self.owners, strict=True)
+        ]
+        self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
