@@ -175,24 +175,19 @@ def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_name
     family = make_family("mixtral")
     with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
         found = merged_tensors(family, tmp_path, tasks=[[[1, 5]], [[1, 9]]])
+    said = [message for message in caplog.messages if message.endswith(" keep the anchor's weights")]
+    pattern = r"mlp\.experts\.(\d+)\.(\w+) \((\d+) tokens\)"
     named = {
-        (int(layer), int(expert), name, int(tokens))
-        for record in caplog.records
-        if (layer := (re.findall(r"^Layer (\d+): .* keep the anchor's weights$", record.message) or [None])[0])
-        for expert, name, tokens in re.findall(r"mlp\.experts\.(\d+)\.(\w+) \((\d+) tokens\)", record.message)
+        (f"model.layers.{message[6]}.mlp.experts.{name}", int(expert)): int(tokens)
+        for message in said
+        for expert, name, tokens in re.findall(pattern, message)
     }
-    assert any(tokens == 0 for *_, tokens in named)
-    assert all(tokens < ENOUGH_TOKENS * {"gate_up_proj": 32, "down_proj": 48}[name] for _, _, name, tokens in named)
-    anchor = families.actmat_state(family)
-    kept = {
-        (layer, expert, name)
-        for layer, expert, name in itertools.product(range(LAYERS), range(4), ("gate_up_proj", "down_proj"))
-        if torch.equal(
-            *(state[f"model.layers.{layer}.mlp.experts.{name}"][expert].double() for state in (found, anchor))
-        )
-    }
-    assert kept == {entry[:3] for entry in named}
-    assert len(kept) < LAYERS * 4 * 2
+    assert 0 in named.values()
+    assert all(tokens < ENOUGH_TOKENS * (48 if "down" in name else 32) for (name, _), tokens in named.items())
+    anchor, stacks = families.actmat_state(family), [name for name in found if ".mlp.experts." in name]
+    parts = itertools.product(stacks, range(4))
+    kept = {(name, index) for name, index in parts if torch.equal(found[name][index].double(), anchor[name][index])}
+    assert kept == named.keys() and len(kept) < LAYERS * 4 * 2
 
 
 def test_what_layers_share_stays_the_anchors_and_is_said_once(
@@ -214,12 +209,10 @@ def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
         found = merged_tensors(llama, tmp_path)
     anchor = families.actmat_state(llama)
     assert all(torch.equal(tensor.double(), anchor[name]) for name, tensor in found.items())
-    said = [record.message for record in caplog.records]
-    assert len(said) == LAYERS * 4 + 1
-    assert said[0].startswith(
-        "Layer 0: self_attn.q_proj, self_attn.k_proj, self_attn.v_proj (their inputs are not finite)"
-    )
-    assert "output head" in said[-1]
+    first, *_, last = caplog.messages
+    maps = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj"
+    assert first.startswith(f"Layer 0: {maps} (their inputs are not finite)") and "output head" in last
+    assert len(caplog.messages) == LAYERS * 4 + 1
 
 
 # How far the features are

@@ -123,17 +123,16 @@ def test_the_layers_of_another_merge_are_deleted_which_is_said(
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     content = recipe(llama, ridge=0.1)
-    for number, model in enumerate(content["models"]):
-        texts = [json.loads(line)["text"] for line in llama.data[number].read_text().splitlines()]
-        pairs = [{"prompt": text[:-4], "completion": text[-4:]} for text in texts]
-        model["parameters"]["calibration"] = str(tmp_path / f"{number}.jsonl")
-        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for file, model in zip(llama.data, content["models"], strict=True):
+        texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        model["parameters"]["calibration"] = str(tmp_path / file.name)
+        pairs = [json.dumps({"prompt": text[:-4], "completion": text[-4:]}) for text in texts]
+        (tmp_path / file.name).write_text("\n".join(pairs))
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
     assert torch.cat(weights).unique().tolist() == [1.0, W]
-    tasks = [task.token_ids for task in data]
-    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights)
+    families.feature_merge(llama, tmp_path / "weighted", tasks=[task.token_ids for task in data], weights=weights)
     solve(content, tmp_path / "solved")
     assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
 

@@ -54,30 +54,33 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
     result, folder = written
     text = (folder / "linearity.html").read_text()
     assert_self_contained(text)
-    said = " ".join(Elements(text).text.split())
+    elements = Elements(text)
+    said = " ".join(elements.text.split())
     scores = result.metrics["non_linearity"]
     model = torch.tensor([scores["model"][name]["model"].mean for name in NAMES]).mean()
     layers = torch.tensor([value.mean for name in NAMES for value in scores["layer"][name].values()]).mean()
     assert f"{model:.2g} for the whole model, {layers:.2g} for a layer" in score_sentence(result)
     distance = result.metrics["projection_distance"]["model"]["one+two+three"]["model"].mean
-    first, of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
-    assert of_experts == score_sentence(result) and f"{distance:.2g} for the whole model" in of_triples
-    assert first == verdict(result)
-    assert (
-        said.index(first)
-        < said.index(of_experts)
-        < said.index(of_pairs)
-        < said.index(of_triples)
-        < said.index("Single experts")
-    )
-    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
+    page = linearity_page(result)
+    first, of_experts, of_pairs, of_triples, _ = page.verdict
+    assert (first, of_experts) == (verdict(result), score_sentence(result))
+    assert f"{distance:.2g} for the whole model" in of_triples
+    places = [said.index(words) for words in (first, of_experts, of_pairs, of_triples, "Single experts")]
+    assert places == sorted(places)
     assert all(f"{name}, 1 sample" in said for name in NAMES)
+    charts = [chart.name for section in page.sections for chart in section.charts]
+    assert charts == ["non-linearity", "projection-distance", "cosine", "distances-1", "distances-2", "distances-3"]
+    assert {*charts} == {file.stem for file in folder.glob("*.png")}
+    images = [image for tag, image in elements.found if tag == "img"]
+    assert len(images) == len(charts)
+    assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
 
 
 def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Linearity, Path]) -> None:
     result, _ = written
     scores, said, distances, _ = repr(result).split("\n\n")
     assert scores == str(result.score_table()) and said.endswith("0 is linear.")
+    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
     assert distances.splitlines()[0].endswith("one + two + three")
     frame = result.to_frame().set_index(["metric", "level", "experts", "submodule"])
     values = all_values(result)
@@ -86,17 +89,6 @@ def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Line
     heights = [bar.get_width() for bars in result.plot().axes[0].containers for bar in bars if hasattr(bars, "patches")]
     pooled = [result.pooled("non_linearity", [name]).values() for name in NAMES]
     assert heights == [value.mean for by_group in pooled for value in by_group]
-
-
-def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:
-    text = (written[1] / "linearity.html").read_text()
-    charts = [chart for section in linearity_page(written[0]).sections for chart in section.charts]
-    assert {chart.name for chart in charts} == {file.stem for file in written[1].glob("*.png")} == {
-        "non-linearity", "projection-distance", "cosine", "distances-1", "distances-2", "distances-3",
-    }  # fmt: skip
-    images = [image for tag, image in Elements(text).found if tag == "img"]
-    assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
-    assert len(images) == len(charts)
 
 
 def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linearity:
