@@ -20,11 +20,12 @@ from mergekit.io.tensor_writer import TensorWriter
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
+from support.merging import counted
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import merge, solved
+from mergekit_slta.featcal import solved
 from mergekit_slta.featcal.solved import ANSWER_WEIGHT as W
 from mergekit_slta.featcal.solved import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
@@ -68,23 +69,15 @@ def equal(first: State, second: State) -> bool:
 
 
 @pytest.fixture
-def merges(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folder of each feature merge that is computed."""
-    folders: list[Path] = []
-    compute = merge.feature_merge
-
-    def count(*arguments: Any, **more: Any) -> None:
-        folders.append(arguments[4].folder)
-        compute(*arguments, **more)
-
-    monkeypatch.setattr(solved, "feature_merge", count)
-    return folders
+def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each feature merge that is computed."""
+    return counted(monkeypatch, solved, "feature_merge")
 
 
 # The folder
 
 
-def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[int], tmp_path: Path) -> None:
     solve(recipe(llama), tmp_path)
     first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
@@ -145,7 +138,7 @@ def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_i
     assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
 
 
-def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[int], tmp_path: Path) -> None:
     """So a merge that was killed goes on when the recipe is given a report."""
     solve(recipe(llama), tmp_path / "solved")
     solve(recipe(llama, report=str(tmp_path / "report")), tmp_path / "solved")
@@ -189,7 +182,7 @@ def test_a_routed_expert_that_no_token_reaches_is_that_of_the_actmat_merge(
 # Removed, or kept
 
 
-def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: list[int], tmp_path: Path) -> None:
     content, save, out = recipe(llama, report=str(tmp_path / "report")), TensorWriter.save_tensor, tmp_path / "out"
     saved: list[str] = []
 
