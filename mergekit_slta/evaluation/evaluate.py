@@ -86,7 +86,7 @@ class Comparison(Paragraphs):
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
             loss = sum(score.loss for score in scores) / len(scores)
-            means[name] = TaskScore(_mean(own.exact for own in scores), _mean(own.kept for own in scores), loss)
+            means[name] = TaskScore(_mean(score.exact for score in scores), _mean(score.kept for score in scores), loss)
 
         def rank(name: str) -> tuple[float, ...]:
             return (-(means[name].exact or 0.0) * by_answers, -(means[name].kept or 0.0), means[name].loss)
@@ -108,7 +108,7 @@ class Comparison(Paragraphs):
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
         return as_json(
-            asdict(self) | {"ranking": [{"model": name, **asdict(own)} for name, own in self.ranking.items()]}
+            asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
         )
 
     def parts(self) -> Iterator[str | Table]:
