@@ -57,6 +57,8 @@ class Passage:
         }
         before = {source for writer in maps.writers.values() for source in writer.before} - {INPUT}
         added = {source: hidden_of(run.outputs[source]) for source in before}
+        # Of the expert's layer: what modules have returned (a mixture's, what it was given), the outputs of children
+        # that have written to the residual stream before a writer does, and the layer's own.
         self._targets, self._added, self._expert_output = self._wait((targets, added, run.output))
 
     def inputs(self, group: MapGroup, merged: Weights) -> tuple[Any, ...]:
