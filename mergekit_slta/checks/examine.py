@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
-from mergekit_slta.featcal.scratch import require_solvable
+from mergekit_slta.featcal.solved import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed

@@ -17,7 +17,7 @@ from support.html_elements import assert_self_contained
 from support.merging import counted, merged_state, spoiled, worst_error
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import scratch
+from mergekit_slta.featcal import solved
 from mergekit_slta.layers.trace import trace
 
 
@@ -89,7 +89,7 @@ def test_a_feature_merges_report(llama: Family, tmp_path: Path) -> None:
 def test_what_is_not_finite_in_an_experts_head_is_refused_before_anything_is_solved(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feature_merges = counted(monkeypatch, scratch, "feature_merge")
+    feature_merges = counted(monkeypatch, solved, "feature_merge")
     content = feature_recipe(llama)
     content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
     with pytest.raises(SltaError, match=r"spoiled holds NaN or Inf in the tensor lm_head\.weight"):
