@@ -11,12 +11,10 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from mergekit_slta.featcal.writers import Writer, find_writers
-from mergekit_slta.layers.children import child_of, is_inside
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import INPUT, Decoder
 from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import INPUT
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"
@@ -110,7 +108,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}
     previous: object = None
     for module in run.inputs:
-        maps, child = tuple(by_module[module]), child_of(own, module)
+        maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(own.get_submodule(module))
         if why := _unsolvable(maps, child, own, run):
             kept |= {m.name: why for m in maps}
@@ -179,7 +177,7 @@ def _is_router(linear_map: LinearMap, child: str, layer: torch.nn.Module) -> boo
     if linear_map.expert is not None:
         return False
     rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
-    return rows in {len(stack) for name, stack in _stacks(layer).items() if is_inside(name, {child})}
+    return rows in {len(stack) for name, stack in _stacks(layer).items() if name.partition(".")[0] == child}
 
 
 def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

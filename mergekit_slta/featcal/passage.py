@@ -17,10 +17,8 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.layers.calls import Weights, hidden_of
-from mergekit_slta.layers.children import is_inside
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import INPUT, Decoder
 from mergekit_slta.layers.maps import RoutedInputs, routed_inputs
-from mergekit_slta.layers.residual import INPUT
 
 MERGED, EXPERT = range(2)  # the streams
 
@@ -151,9 +149,9 @@ class LayerPassage:
         )
         passing.state |= self._wait(dict(run.state))  # a child that is replayed later passes nothing on again
         finished = self._children & set(run.outputs)
-        inside = {name for name in self._modules & set(run.outputs) if not is_inside(name, finished)}
+        inside = {name for name in self._modules & set(run.outputs) if not finished & {name, name.partition(".")[0]}}
         kept = {name: self._wait(run.outputs[name]) for name in finished | inside}
-        before = {name: own for name, own in passing.outputs.items() if not is_inside(name, finished)}
+        before = {name: own for name, own in passing.outputs.items() if not finished & {name, name.partition(".")[0]}}
         passing.outputs = before | kept
         return run.output if until is None else run.inputs[until]
 

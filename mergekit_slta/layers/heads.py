@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.layers.branches import LayerStructure
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import Decoder, LayerStructure
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.probe import made_up_layer
 
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
-def find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> Heads | str:
+def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
     """The heads of a layer's attention, or why there are none to be told apart."""
     try:
         return _find_heads(decoder, layer, split)
@@ -31,9 +30,7 @@ def find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> He
 
 
 @torch.enable_grad()
-def _find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> Heads | str:
-    if split is None:
-        return "its branches cannot be told apart"
+def _find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
     if not kinds:
         return "it mixes no tokens"

@@ -18,7 +18,7 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
         SltaError: there is no such level, or the logits do not follow from the last layer's output at level ``model``.
     """
     require_levels([level])
-    split, heads = decoder.structures[layer], decoder.heads[layer]
+    split = decoder.structures[layer]
     if level == "model":
         if decoder.tail_problem:
             raise SltaError(decoder.tail_problem)
@@ -26,10 +26,10 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     parts: list[str] = []
     if level == "linear":
         parts = [linear_map.name for linear_map in linear_maps(decoder.layers[layer])]
-    elif level in ("attn_mlp", "head_mlp") and split is not None:
+    elif level in ("attn_mlp", "head_mlp"):
         parts = [branch for branch in ("attn", "mlp") if branch in split.branches]
-        if level == "head_mlp" and isinstance(heads, Heads):
-            parts = [*map(head_part, range(heads.count)), *parts[1:]]
+        if level == "head_mlp" and isinstance(split.heads, Heads):
+            parts = [*map(head_part, range(split.heads.count)), *parts[1:]]
     return [submodule_name(layer, part) for part in parts or [""]]
 
 
@@ -44,11 +44,11 @@ def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
 
 def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | None:
     """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
-    split, heads = decoder.structures[layer], decoder.heads[layer]
+    split = decoder.structures[layer]
     if level == "linear":
         return None if linear_maps(decoder.layers[layer]) else ("layer", "it has no linear maps")
     if level not in ("attn_mlp", "head_mlp"):
         return None
-    if split is None:
+    if not split.branches:
         return "layer", "its attention and MLP branches cannot be told apart"
-    return ("attn_mlp", heads) if level == "head_mlp" and split.mixers and isinstance(heads, str) else None
+    return ("attn_mlp", split.heads) if level == "head_mlp" and split.mixers and isinstance(split.heads, str) else None

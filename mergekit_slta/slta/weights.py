@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
@@ -108,8 +107,7 @@ class TensorWeights:
     def _branches(self, layer: int, inside: str) -> list[str]:
         """The branches that a tensor serves."""
         split = self.decoder.structures[layer]
-        assert split is not None
-        branches = [branch for branch, children in split.branches.items() if is_inside(inside, children)]
+        branches = [branch for branch, children in split.branches.items() if inside.partition(".")[0] in children]
         if not branches:
             raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
         return branches
@@ -122,7 +120,7 @@ class TensorWeights:
         """
         if submodule_name(layer, branch) in self._names[layer]:
             return self._alpha(layer, branch)
-        heads = self.decoder.heads[layer]
+        heads = self.decoder.structures[layer].heads
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
@@ -145,7 +143,7 @@ class TensorWeights:
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
         split = self.decoder.structures[layer]
-        around = [None] if split is None else [split.branches[branch] for branch in self._branches(layer, inside)]
+        around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, inside)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
         if not maps:
@@ -164,7 +162,7 @@ class TensorWeights:
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
         """The ``_measured_mean`` of the maps of a branch, or of the layer."""
-        names = [m.name for m in self._maps[layer] if children is None or is_inside(m.module, children)]
+        names = [m.name for m in self._maps[layer] if children is None or m.module.partition(".")[0] in children]
         if not names:  # a branch without maps
             names = [m.name for m in self._maps[layer]]
         return _measured_mean([self.solutions[submodule_name(layer, name)] for name in names])

@@ -7,7 +7,7 @@ from support import families
 
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.writers import Writer
-from mergekit_slta.layers.residual import INPUT
+from mergekit_slta.layers.decoder import INPUT
 
 
 @pytest.mark.parametrize(
