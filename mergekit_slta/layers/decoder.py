@@ -7,7 +7,7 @@ a decoder: it runs the layers with made-up weights and keeps what that shows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,23 +67,22 @@ class LayerStructure:
         return change
 
 
-class Fresh:
-    """Restores the modules of a model that own buffers outside its checkpoint, and remember earlier calls in them.
+def fresh(model: torch.nn.Module) -> Callable[[], None]:
+    """A function that undoes what calls replace in modules that own buffers outside the model's checkpoint.
 
     Rotary embeddings whose frequencies depend on the length keep those of the last call in buffers and attributes, so
-    that a sample would see the length of the one before it.
+    that a sample would see the length of the one before it. No model of transformers writes into such a buffer.
     """
+    owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
+    built = [(own, dict(own), dict(own["_buffers"])) for own in owners]
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
-        self._owners = [(own, dict(own), dict(own["_buffers"])) for own in owners]
-
-    def restore(self) -> None:
-        """Undo what calls have replaced; no model of transformers writes into such a buffer."""
-        for own, attributes, buffers in self._owners:
+    def restore() -> None:
+        for own, attributes, buffers in built:
             own.clear()
             own.update(attributes)
             own["_buffers"].update(buffers)
+
+    return restore
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +97,7 @@ class Decoder:
         layers: the decoder layers.
         device: where layers run.
         trust_remote_code: mergekit's flag of that name.
-        fresh: restores the model to the state in which it was built.
+        restore: puts the model into the state in which it was built.
         runs: the layers' modules report to the last run in it.
         form: how the model calls its layers.
         structures: for each layer how it splits into branches.
@@ -111,7 +110,7 @@ class Decoder:
     layers: torch.nn.ModuleList
     device: torch.device
     trust_remote_code: bool
-    fresh: Fresh
+    restore: Callable[[], None]
     runs: list[LayerRun]
     form: LayerForm = field(default_factory=LayerForm)
     structures: Sequence[LayerStructure] = ()
@@ -126,7 +125,7 @@ class Decoder:
         ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
         """
         run, own = LayerRun(**settings), call.own({})
-        self.fresh.restore()
+        self.restore()
         arguments = self.as_called(hidden).clone(), *own.args  # the layer may change its input in place
         self.runs.append(run)
         try:
@@ -172,10 +171,6 @@ class Decoder:
         """The model's names of all its tensors."""
         return frozenset(self.model.state_dict())
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, by the model's name."""
-        return self.model.state_dict()[name].shape
-
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""
         names = {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
@@ -197,10 +192,6 @@ class Decoder:
     def language_tensors(self) -> frozenset[str]:
         """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
         return language_names(self.model)
-
-    def is_language(self, name: str) -> bool:
-        """Whether a tensor, by the model's name, does not belong to a multimodal model's other towers."""
-        return name in self.language_tensors
 
     @functools.cached_property
     def edge_tensors(self) -> tuple[str, ...]:

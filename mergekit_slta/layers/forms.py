@@ -116,7 +116,7 @@ def capture(
     name, first = next(iter(decoder.body.named_parameters()))
     weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
     kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
-    decoder.fresh.restore()
+    decoder.restore()
     with stand_ins(decoder.layers, hand_on), torch.no_grad():
         torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
     problem = None

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, Fresh
+from mergekit_slta.layers.decoder import Decoder, fresh
 from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.forms import with_form
 from mergekit_slta.layers.recording import watch
@@ -44,7 +44,7 @@ def trace_model(
     layers = _find_layers(model, tower)
     _give_buffers(model, device)
     runs = watch(layers)
-    decoder = Decoder(model, tower, model.base_model, layers, device, trust_remote_code, Fresh(model), runs)
+    decoder = Decoder(model, tower, model.base_model, layers, device, trust_remote_code, fresh(model), runs)
     try:
         decoder = with_form(decoder)
         of_kind = {layer: find_structure(decoder, layer) for layer in decoder.one_of_each_kind()}

@@ -76,13 +76,13 @@ class TensorWeights:
             return first
 
         def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
-            return found[target][expert].expand(self.decoder.shape(target))
+            return found[target][expert].expand(self.decoder.model.state_dict()[target].shape)
 
         return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
 
     def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
-        if not self.decoder.is_language(name):
+        if name not in self.decoder.language_tensors:
             return self.tower_alpha
         path = self.decoder.layers_path + "."
         if self.level == "model" or not name.startswith(path):
