@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # By module of mergekit, a host: the function to call when the host is imported. mergekit.merge imports
 # mergekit.merge_methods, so mergekit.merge is still incomplete when the first hook is called: it needs its own.
 HOOKS = {
-    "mergekit.merge_methods": "mergekit_slta.host.registry.register",
+    "mergekit.merge_methods": "mergekit_slta.host.run.register",
     "mergekit.merge": "mergekit_slta.host.patches.install",
 }
 

@@ -16,8 +16,16 @@ import mergekit_slta as slta
 def main(folder: Path) -> None:
     """Merge the family in ``folder/family``; everything that is written goes to ``folder/python``."""
     family, out = folder / "family", folder / "python"
-    data = {str(family / file.stem): str(file) for file in sorted((family / "calibration").glob("*.jsonl"))}
-    recipe = slta.Recipe(str(family / "base"), data, level="attn_mlp")
+    files = sorted((family / "calibration").glob("*.jsonl"))
+    recipe = slta.Recipe(
+        {
+            "merge_method": "slta",
+            "base_model": family / "base",
+            "models": [{"model": family / file.stem, "parameters": {"calibration": file}} for file in files],
+            "parameters": {"level": "attn_mlp"},
+            "dtype": "float32",
+        }
+    )
 
     # What is wrong with the recipe, from configurations, file headers and data alone.
     print(slta.check(recipe))
@@ -38,10 +46,9 @@ def main(folder: Path) -> None:
     pair = statistics.select(first, second).solve("layer", ridge=0.01, task_weights={first: 2})
     print(pair)
 
-    # Weights of one's own, here none above a half, and what a merge with them keeps.
-    halved = solution.with_alpha({name: alpha.clamp(max=0.5) for name, alpha in solution.alpha.items()})
-    print(halved.to_frame())
-    halved.plot().savefig(out / "alpha.png")
+    # The same numbers for pandas, and as a figure.
+    print(solution.to_frame())
+    solution.plot().savefig(out / "alpha.png")
 
     # A recipe that mergekit runs without this package, and a page with figures.
     names = [statistics.info.base_model, *statistics.info.models]

@@ -17,7 +17,6 @@ __all__ = [
     "Solution",
     "Statistics",
     "check",
-    "compare",
     "evaluate",
     "linearity",
     "measure",
@@ -30,8 +29,8 @@ __all__ = [
 # For type checkers here, and for Python below: each name is imported on first use, because torch takes seconds.
 if TYPE_CHECKING:
     from mergekit_slta.checks.examine import check
-    from mergekit_slta.comparison.compare import compare, evaluate
     from mergekit_slta.errors import SltaError
+    from mergekit_slta.evaluation.evaluate import evaluate
     from mergekit_slta.host.merge import merge
     from mergekit_slta.nonlinearity.scores import linearity
     from mergekit_slta.output.publish import publish
@@ -48,8 +47,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         "Solution": "slta.solution",
         "Statistics": "slta.statistics",
         "check": "checks.examine",
-        "compare": "comparison.compare",
-        "evaluate": "comparison.compare",
+        "evaluate": "evaluation.evaluate",
         "linearity": "nonlinearity.scores",
         "measure": "slta.measure",
         "merge": "host.merge",

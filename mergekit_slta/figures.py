@@ -1,4 +1,4 @@
-"""Charts: lines, heat maps and bars that are readable on a narrow screen, on a dark one, and without colours.
+"""Charts: lines, heat maps and bars that are readable on a narrow screen, and without colours.
 
 Every picture fits a phone's width, so a wide screen shows several side by side. Lines differ in marker as well as in
 colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mergekit_slta.words import plain_number
 
 INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
-# On a dark ground an SVG shows these colours instead. Everything else keeps its colour.
-DARK = {INK: "#e6e6e6", AXIS: "#a0a5ac", GRID: "#2e3237", MISSING: "#3a3f46"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 MARKERS = "osD^vPX*"
 WIDTH = 4.6  # inches
@@ -67,24 +65,17 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart, which is drawn in the form that the place needs."""
+    """A chart on a white ground, which is drawn in the form that the place needs."""
 
     figure: Figure
 
     def png(self) -> bytes:
-        """The chart on a white ground."""
+        """The chart as PNG."""
         return self._drawn("png")
 
     def svg(self) -> bytes:
-        """The chart without a ground, sharp at any size; it turns dark with the page that shows it."""
-        rules = "".join(
-            f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
-            for light, dark in DARK.items()
-            for what in ("fill", "stroke")
-        )
-        drawn = self._drawn("svg", facecolor="none", metadata={"Date": None})
-        style = f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>\n </defs>"
-        return drawn.replace(b"</defs>", style.encode(), 1)
+        """The chart as SVG, sharp at any size."""
+        return self._drawn("svg", metadata={"Date": None})
 
     def _drawn(self, form: str, **options: Any) -> bytes:
         drawn = io.BytesIO()
@@ -94,22 +85,13 @@ class Picture:
         return drawn.getvalue()
 
 
-class _Shown(Figure):
-    """A figure that a notebook shows, also where nothing has imported pyplot."""
-
-    def _repr_png_(self) -> bytes:
-        return Picture(self).png()
-
-
 @dataclass(frozen=True)
 class Line:
-    """A series: its name in the legend, its points, where NaN leaves a gap, and the ends of a band around it."""
+    """A series: its name in the legend, and its points, where NaN leaves a gap."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -167,9 +149,6 @@ def line_chart(
             for i, line in enumerate(panel.lines):
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 ax.plot(line.x, np.clip(line.y, *y_range), color=colour, marker=marker, label=_short(line.label))
-                if line.low is not None and line.high is not None:
-                    low, high = np.clip(line.low, *y_range), np.clip(line.high, *y_range)
-                    ax.fill_between(line.x, low, high, fc=(colour, 0.15), ec=(colour, 0.5), linewidth=0.6)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
@@ -191,15 +170,13 @@ def heat_map(
     y_label: str,
     value_label: str,
     limits: tuple[float, float],
-    numbers: Callable[[float], str] = lambda value: plain_number(value, ".2f"),
 ) -> Picture:
-    """Heat maps below each other with one scale of colours.
+    """Heat maps below each other with one scale of colours, and numbers in the cells if there is room.
 
     Args:
         matrices: the heat maps.
         x_label, y_label, value_label: the names of columns, rows and values.
         limits: the values of the first and the last colour; values outside have separate colours.
-        numbers: formats the values that are written into the cells if there is room.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
         figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 3.2) for matrix in matrices])
@@ -211,7 +188,7 @@ def heat_map(
             ax.set_ylabel(y_label)
             _name_cells(ax, matrix)
             if len(matrix.columns) <= MOST_NUMBERED and len(matrix.rows) <= MOST_NAMES:
-                _number_cells(ax, image, values, numbers)
+                _number_cells(ax, image, values)
         axes[-1].set_xlabel(x_label)
         bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02, extend="both")
         bar.set_label(value_label)
@@ -252,7 +229,7 @@ def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool =
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
     rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
-    figure = _Shown(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, sharey=sharey, gridspec_kw={"height_ratios": heights})
     return figure, list(axes[:, 0])
 
@@ -290,9 +267,9 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
     ax.spines[:].set_visible(False)
 
 
-def _number_cells(ax: Axes, image: Any, values: Any, numbers: Callable[[float], str]) -> None:
+def _number_cells(ax: Axes, image: Any, values: Any) -> None:
     for (row, column), value in np.ndenumerate(values):
         if value is not np.ma.masked:
             red, green, blue, _ = image.cmap(image.norm(value))
             colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-            ax.text(column, row, numbers(value), ha="center", va="center", fontsize=9, color=colour)
+            ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)

@@ -54,12 +54,6 @@ def _is_running(process: str) -> bool:
     return True
 
 
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def digest(content: object) -> str:
     """A short hash of content that JSON can hold, equal for equal content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

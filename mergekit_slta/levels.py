@@ -25,7 +25,6 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 from mergekit_slta.errors import SltaError
 
 Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
-Edges = Literal["base", "mean"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 BRANCHES = ("attn", "mlp")

@@ -52,7 +52,7 @@ class Table:
         body = Markup().join(Markup("<tr>{}</tr>\n").format(Markup().join(row)) for row in rows)
         return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
 
-    __repr__, _repr_html_ = __str__, __html__
+    __repr__ = __str__
 
 
 def as_percentage(share: float | None, digits: int = 1) -> str:
@@ -74,21 +74,15 @@ def as_size(nbytes: float) -> str:
     return f"{size:,.0f} {unit}" if size >= 99.95 else f"{size:.3g} {unit}"
 
 
-def as_paragraphs(*parts: object) -> str:
-    """Sentences and tables as HTML, one below the other, for a notebook."""
-    html = [part if isinstance(part, Table) else Markup("<p>{}</p>").format(part) for part in parts]
-    return str(Markup("\n").join(html))
-
-
 class Paragraphs:
-    """A result that prints as sentences and tables, shows the same in a notebook, and gives its numbers to pandas.
+    """A result that prints as sentences and tables, and gives its numbers to pandas.
 
-    A class has its ``parts``, or only sentences, a line each, as its ``__str__``; and its ``columns``.
+    A class has its ``parts`` or its own ``__str__``, and its ``columns``.
     """
 
     def parts(self) -> Iterator[str | Table]:
         """The sentences and tables in their order."""
-        yield from str(self).splitlines()
+        raise NotImplementedError
 
     def columns(self) -> Mapping[str, Sequence[Any]]:
         """The columns of ``to_frame`` by their names."""
@@ -110,9 +104,6 @@ class Paragraphs:
 
     def __repr__(self) -> str:
         return str(self)
-
-    def _repr_html_(self) -> str:
-        return as_paragraphs(*self.parts())
 
 
 def as_frame(columns: Mapping[str, Sequence[Any]]) -> pandas.DataFrame:

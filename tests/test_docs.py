@@ -6,7 +6,6 @@ import ast
 import importlib
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import yaml
 from support import recipe_page
 from support.commands_page import PAGE, commands_page
 from test_public_names import PROMISED
-from test_rooms import FLOORS
 
 import mergekit_slta
 from mergekit_slta.cli.commands import main
@@ -94,12 +92,6 @@ def test_the_page_of_recipes_is_what_the_settings_classes_say() -> None:
     assert page == recipe_page.with_tables(page), "run python tests/support/recipe_page.py"
 
 
-def test_the_page_of_methods_says_when_to_take_each() -> None:
-    taken = "".join(row.split("|")[2] for row in TEXTS["methods.md"].splitlines() if row.startswith("| "))
-    missing = [method for method in SETTINGS if f"`{method}`" not in taken]
-    assert not missing, f"add a row to the table at the top of docs/methods.md that says when to take {missing}"
-
-
 @each_page
 def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameters(page: str) -> None:
     for block in blocks(TEXTS[page], "yaml"):
@@ -133,18 +125,6 @@ def test_python_in_the_docs_uses_public_names(page: str) -> None:
         assert {node.attr for node in used if ast.unparse(node.value) == "slta"} <= set(PROMISED)
 
 
-# The rooms
-
-
-def test_the_table_of_rooms_names_each_on_its_floor() -> None:
-    table = TEXTS["architecture.md"].split("\n\n## ", 1)[0]
-    named = [tuple(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines() if row.startswith("| `")]
-    hidden = ("__main__", "__init__")
-    expected = [tuple(room for room in floor if room not in hidden) for floor in FLOORS]
-    order = [room for floor in named for room in floor]
-    assert order == [room for floor in expected for room in floor], "give each room its floor in docs/architecture.md"
-
-
 # Links, files and tables
 
 
@@ -173,25 +153,3 @@ def test_files_of_the_repository_that_are_named_exist(page: str) -> None:
             assert name.startswith("mergekit/") or any(file.endswith(f"/{name}") for file in files), name
         for name in re.findall(r"(?<![\w/.])(?:tests|examples|mergekit_slta|docs)/[\w/.-]*\w", span):
             assert (ROOT / name).exists(), name
-
-
-def test_the_site_shows_every_page() -> None:
-    settings = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
-    first, *sections = settings["nav"]
-    entries = [first, *(page for section in sections for pages in section.values() for page in pages)]
-    assert sorted(entries) == sorted(path.name for path in DOCS.glob("*.md"))
-    assert settings["strict"] == "true"
-    index = TEXTS["index.md"]
-    assert not [page for page in entries if page != "index.md" and f"]({page})" not in index]
-
-
-def test_the_command_for_licences_prints_that_of_mergekit() -> None:
-    (command,) = blocks(TEXTS["licence.md"], "sh")
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert "mergekit | 0.1.5 | LGPL-3.0-only" in done.stdout.splitlines()
-
-
-def test_the_readme_is_short_and_its_table_is_that_of_the_findings() -> None:
-    assert len(TEXTS["README.md"].splitlines()) <= 150
-    (table,) = [body for body in blocks(TEXTS["README.md"], "") if "task_arithmetic" in body]
-    assert table in blocks(TEXTS["findings.md"], "")

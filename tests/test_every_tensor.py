@@ -95,21 +95,24 @@ def expected(states: list[State], method: str, statistics: Path) -> Callable[[st
         return functools.partial(by_reference, states, method)
     solution = Statistics.load(statistics).solve("layer")
     alpha = {name: own.alpha for name, own in solution.submodules.items()}
-    mean, none = torch.stack(list(alpha.values())).mean(0), torch.zeros(len(states) - 1)
+    none = torch.zeros(len(states) - 1)
 
     def tensor(name: str) -> torch.Tensor:
-        layer, edge = layer_of(name), re.match(r"lm_head|model\.(?!visual)[\w.]*(embed|norm|final_)", name)
-        inside = alpha.get(f"layer.{layer}", mean) if layer is not None else none if edge else mean
-        return weighted(states, inside, name)
+        return weighted(states, alpha.get(f"layer.{layer_of(name)}", none), name)
 
     return tensor
 
 
 def solved(found: Family, folder: Path, states: list[State], **settings: Any) -> Callable[[str], torch.Tensor]:
-    """Each tensor of a ``featcal`` merge, by the model's names: solved, or the experts' mean."""
-    tensor = families.feature_merge(found, folder, by_tasks=True, **settings).tensor
+    """Each tensor of a ``featcal`` merge, by the model's names: solved, the experts' mean, or the base model's."""
+    tensor = families.feature_merge(found, folder, **settings).tensor
     half = torch.full((len(states) - 1,), 1 / (len(states) - 1))
-    return lambda name: weighted(states, half, name) if (own := tensor(name)) is None else own
+
+    def expected(name: str) -> torch.Tensor:
+        own = tensor(name)
+        return own if own is not None else states[0][name] if "visual" in name else weighted(states, half, name)
+
+    return expected
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, [*TYPES, *MORE]))
@@ -118,9 +121,8 @@ def test_every_tensor_is_merged_as_the_base_model_stores_it(
     name: str, method: str, family: Callable[[str], Family], tmp_path: Path
 ) -> None:
     found, statistics = family(name), tmp_path / "statistics.safetensors"
-    settings: dict[str, Any] = {"towers": "mean"} if method in ("slta", "featcal") else {}
-    settings |= {"level": "layer", "statistics": str(statistics)} if method == "slta" else {}
-    solving = {"ridge": 0.003, "head": name != "inkling2_text"} if method == "featcal" else {}
+    settings = {"level": "layer", "statistics": str(statistics)} if method == "slta" else {}
+    solving = {"ridge": 0.1} if method == "featcal" else {}
     out = merged(found, method, tmp_path / "out", **settings, **solving)
     loaded, whole = [load(folder) for folder in (*found.folders, out)], [stored(own) for own in (*found.folders, out)]
     assert whole[-1].keys() == whole[0].keys()
@@ -133,9 +135,8 @@ def test_every_tensor_is_merged_as_the_base_model_stores_it(
     if name == "inkling2_text":  # which stores its layers under names that do not tell their numbers
         stores, store = states, state
     if method == "featcal":
-        mean = functools.partial(weighted, stores, torch.full((2,), 0.5))
         head = {own: store[own] for own in prediction_head(found.config) if own in store}
-        assert wrong_tensors(head, mean, head) == []
+        assert wrong_tensors(head, stores[0].__getitem__, head) == []
     else:
         assert wrong_tensors(store, expected(stores, method, statistics), stores[0]) == []
 
@@ -246,7 +247,7 @@ def test_experts_that_are_stored_turned_are_merged_by_the_same_weights(method: s
     if turn:
         for own in found.folders:
             edit_tensors(own, turn_experts)
-    settings = {"level": "linear", "towers": "mean"} if method == "slta" else {}
+    settings = {"level": "linear"} if method == "slta" else {}
     out = merged(found, method, tmp_path / "out", **settings)
     written = stored(out)
     assert written.keys() == straight[0].keys()
@@ -281,7 +282,7 @@ def test_what_merging_an_adapter_loses_is_said(family: Callable[[str], Family], 
     recipe["models"][0]["model"] += f"+{adapter}"
     options = {"lora_merge_cache": str(tmp_path / "cache")}
     (note,) = look(recipe, options=options).notes
-    assert all(name in note for name in head.split(", ")) and "will be those of the base model" in note
+    assert all(name in note for name in head.split(", ")) and "as if it had those of the base model" in note
     recipe["base_model"] += f"+{adapter}"
     notes = look(recipe, options=options).notes
     assert any("will be left out: merging its adapter loses them" in note for note in notes)
@@ -314,6 +315,7 @@ def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
     recipe = families.recipe(trained, "actmat", calibration=False)
     (note,) = look(recipe).notes
     assert note.startswith(f"mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight, mtp.norm.weight, which {without} lacks, ")
+    assert note.endswith(f"lacks, will be merged as if it had those of the base model {found.base}.")
     written, states = stored(merged(trained, "actmat", tmp_path / "out")), [stored(own) for own in found.folders]
     name = "mtp.norm.weight"
     wanted = weighted([*states[:2], states[0]], torch.full((2,), 0.5), name)

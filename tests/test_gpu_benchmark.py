@@ -14,7 +14,7 @@ ROWS = [
     "slta attn_mlp",
     "slta layer",
     "featcal",
-    "featcal, ridge 0.003, anchor base",
+    "featcal, ridge 0.03",
     "merge, ready statistics",
     "merge, task_arithmetic",
 ]

@@ -78,15 +78,3 @@ def test_a_recipe_passes_the_check_on_tiny_models(path: Path, tmp_path: Path) ->
     content["base_model"] = str(family.base)
     content.get("parameters", {}).pop("statistics", None)
     assert problems(content, options=options) == []
-
-
-def test_the_page_of_recipes_lists_them() -> None:
-    page = (FOLDER.parents[1] / "docs" / "recipe.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `examples/recipes/(.+?)` \|", page, re.MULTILINE)) == {path.name for path in RECIPES}
-
-
-@each_recipe
-def test_a_recipe_says_what_it_needs_and_how_to_run_it(path: Path) -> None:
-    comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
-    for word in ("Download:", "Disk:", "Memory:", "Time:", "License:", f"mergekit-yaml {path.name}"):
-        assert word in comments, word

@@ -52,7 +52,7 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
     def results(device: str, folder: Path) -> State:
         LoaderCache.loaders.clear()
         grams = families.measure(family, *LEVELS, device=device)
-        families.feature_merge(family, folder, device=device, compare=True, by_tasks=True, ridge=None)
+        families.feature_merge(family, folder, device=device, ridge=None)
         return grams | families.solved_tensors(folder)
 
     expected = results("cpu", tmp_path / "host")

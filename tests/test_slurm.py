@@ -32,16 +32,6 @@ def calls(folder: Path) -> list[str]:
 MERGE = "torchrun --standalone --nproc-per-node 4 -m mergekit_slta merge r.yml out --cuda --trust-remote-code"
 
 
-def test_a_job_checks_merges_and_verifies(tmp_path: Path, programs: dict[str, str]) -> None:
-    command = ["bash", str(SCRIPT), "r.yml", "out", "--trust-remote-code"]
-    subprocess.run(command, cwd=tmp_path, env=programs | {"LONG": ""}, check=True)
-    assert calls(tmp_path) == [
-        "mergekit-slta check r.yml --trust-remote-code",
-        MERGE,
-        "mergekit-slta verify r.yml out --trust-remote-code",
-    ]
-
-
 def test_a_job_whose_time_is_up_is_requeued(tmp_path: Path, programs: dict[str, str]) -> None:
     command = ["bash", str(SCRIPT), "r.yml", "out", "--trust-remote-code"]
     job = subprocess.Popen(command, cwd=tmp_path, env=programs | {"LONG": "1"}, stderr=subprocess.PIPE)

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -14,7 +13,6 @@ import pytest
 from support.processes import run_afresh
 
 import _mergekit_slta_startup as startup
-from mergekit_slta.host import patches
 
 
 @pytest.fixture
@@ -137,16 +135,6 @@ def test_an_environment_variable_switches_it_off(calls: list[str], monkeypatch: 
 def test_a_hook_that_fails_is_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"mergekit-slta does not work here.*ModuleNotFoundError"):
         assert not startup.call("mergekit_slta.nowhere.install")
-
-
-def test_the_page_lists_each_hook_and_each_function_that_is_replaced() -> None:
-    page = (Path(startup.__file__).parent / "docs" / "upstream.md").read_text(encoding="utf-8")
-    hooks = re.findall(r"^\| `([\w.]+)` \| `(mergekit_slta[\w.]+)` \|", page, re.MULTILINE)
-    assert hooks == list(startup.HOOKS.items())
-    section = page.partition("### What is replaced")[2].partition("### ")[0]
-    listed = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
-    assert sorted(listed) == sorted(f"{owner.__name__}.{name}" for owner, name, _ in patches._REPLACEMENTS)
-    assert f"mergekit {patches.READ_FROM}" in section
 
 
 def test_a_module_of_this_package_may_be_imported_first(forks: ForkServerContext) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import is_dataset, parse_dataset, read_records
 from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.models.skeleton import hashed_computation
@@ -24,6 +25,7 @@ from mergekit_slta.recipe.recipe import Task, published_names, require_calibrati
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.matching import match
 from mergekit_slta.slta.statistics import BaseContent, Statistics, resolve_statistics
+from mergekit_slta.words import counted
 
 
 def calibration(experiment: Experiment) -> None:
@@ -60,6 +62,25 @@ def _source(experiment: Experiment, task: Task) -> None:
         experiment.load_data([task])
 
 
+def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
+    """Say that calibration leaves a task no record for ``evaluate``, or what is wrong with its test data.
+
+    No merge needs these, so they are no problem. Datasets are not downloaded.
+    """
+    source = task.evaluation or task.calibration
+    if not task.calibration or is_dataset(task.calibration) or is_dataset(source):
+        return
+    try:
+        left = experiment.samples.held_out(task, 1).records
+    except SltaError as error:
+        yield from error.sentences
+        return
+    if not left:
+        count = counted(len(experiment.samples.of(task).records), "record")
+        has = f"has only {count}: all calibrate" if source == task.calibration else "has only records that calibrate"
+        yield f"Calibration source {source!r} of {task} {has}, none is left for `evaluate`. {MORE}"
+
+
 def _require_dataset(source: str) -> None:
     """Refuse a dataset that the Hub does not have; without a network it may be in the cache."""
     name, _, _ = parse_dataset(source)
@@ -93,4 +114,4 @@ def content_of(experiment: Experiment, reference: ModelReference) -> str | None:
     folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
     if folder is None or not all(any(own.glob("*.safetensors")) for own in (folder, adapter) if own):
         return None
-    return fingerprint_of(folder, adapter, experiment.options.lora_merge_dtype)
+    return fingerprint_of(folder, adapter)

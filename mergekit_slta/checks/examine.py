@@ -10,22 +10,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import huggingface_hub
-import torch
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.checks.needs import Needs, downloads, needs, still_to_solve, stored_bytes
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
-from mergekit_slta.featcal.solvable import require_solvable
+from mergekit_slta.featcal.scratch import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.experiment import Experiment, opened, require_device
+from mergekit_slta.recipe.experiment import Experiment, Options, opened, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
@@ -42,7 +41,7 @@ class Findings(Paragraphs):
         problems: what keeps the recipe from being merged.
         notes: what the user should know before the merge; with problems, at most that they hide others.
         verdict: what the recipe is ready for; empty if there are problems.
-        needs: download, disk, memory and licences of the merge; None if there are problems.
+        needs: download, disk and memory of the merge; None if there are problems.
     """
 
     problems: list[str]
@@ -72,29 +71,20 @@ class Findings(Paragraphs):
 def check(
     recipe: RecipeOrFile,
     out_path: str | os.PathLike[str] | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Findings:
     """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
         out_path: the folder of the merged model, to check that there is room for it.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
-        Problems, which keep the recipe from being merged, or notes and the merge's download, disk, memory and
-        licences; ``print`` shows them as sentences.
+        Problems, which keep the recipe from being merged, or notes and the merge's download, disk and
+        memory; ``print`` shows them as sentences.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet, any_device=True)
+    experiment = opened(recipe, options, any_device=True)
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
@@ -105,7 +95,10 @@ def check(
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    notes = [*map(str, coarser), *notes]  # a run logs the coarser levels when it measures
+    shown = (
+        [drawn.example for drawn in experiment.samples.drawn.values()] if experiment.recipe.method.runs_models else []
+    )
+    notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), needs(experiment))
 
 
@@ -154,7 +147,8 @@ def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> No
     any_architecture = options.allow_crimes and not recipe.method.runs_models
 
     def alone(reference: ModelReference) -> None:
-        models.one_model(experiment.model(reference), options.lora_merge_cache, options.transformers_cache)
+        is_read = reference == recipe.base or reference.lora is not None  # to merge an adapter its model is loaded
+        models.one_model(experiment.model(reference), is_read, options.lora_merge_cache, options.transformers_cache)
 
     def related(reference: ModelReference) -> None:
         models.same_family(experiment.model(recipe.base), experiment.model(reference), any_architecture)
@@ -181,6 +175,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(
             tokenizers.same_vocabulary, base, expert, aligned=aligned, cut=cut, runs_experts=settings.runs_experts
         )
+    yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
         yield partial(space.not_overwritten, every, out)
     yield lambda: space.disk_space(_written(experiment, out))
@@ -207,6 +202,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for _, expert in experiment.pairs:
         yield from models.other_computation(base, expert, settings.runs_models)
         yield from models.adapted_ends(expert, experiment.transformers_cache)
+        if clause := models.left_over(expert):
+            yield f"{clause}: the entry 'quantization_config' is ignored."
     if recipe.keep and (same := [own for own in recipe.experts if own.calibration == recipe.keep.calibration != ""]):
         yield (
             f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
@@ -214,10 +211,13 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     if not merging:
         return
+    for task in recipe.tasks if settings.runs_models else ():
+        yield from data.none_to_evaluate(experiment, task)
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
     else:
         yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
+    yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):
         yield (

@@ -2,71 +2,96 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from mergekit.common import ModelPath
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
 from mergekit_slta.models.headers import Model, listed
-from mergekit_slta.models.merged_adapters import NO_FOLDER
-from mergekit_slta.models.skeleton import computation, model_tensor_name
+from mergekit_slta.models.merged_adapters import NO_FOLDER, adapted, names_in, target_of
+from mergekit_slta.models.skeleton import computation, meta_model
 
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
-def one_model(model: Model, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
-    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model."""
-    for name, stored in model.tensors.items():
-        if name.endswith("weight") and len(stored.shape) > 1 and stored.nbytes < 2 * stored.count:
-            raise SltaError(
-                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
-                "dequantize it first."
-            )
-    if quantization := getattr(model.config, "quantization_config", None):
-        given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-        raise SltaError(
-            f"{model} is quantized ({given.get('quant_method', 'quantization_config')}): "
-            "name the original checkpoint, or dequantize it first."
-        )
+# How transformers saves a dequantized model as it is; its default is the format of the quantized checkpoint.
+SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
+
+
+def one_model(model: Model, is_read: bool, lora_merge_cache: str | None, cache_dir: str | None = None) -> None:
+    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model.
+
+    ``is_read`` says whether its configuration matters: the merged model gets the base model's alone.
+    """
+    _full_precision(model)
+    if is_read and (clause := left_over(model)):
+        raise SltaError(f"{clause}: remove the entry 'quantization_config'.")
     if model.reference.lora is not None:
         if not lora_merge_cache:
             raise SltaError(NO_FOLDER.format(model=model))
         _adapter_of(model, model.reference.lora, cache_dir)
 
 
+def _full_precision(model: Model) -> None:
+    """Refuse quantized tensors, and those that saving a dequantized model in the format of its checkpoint leaves."""
+    method, narrow = _quantization(model), _narrow(model)
+    if method and not left_over(model):
+        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
+        fix = f"load it in transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}"
+        if "dequantize" not in inspect.signature(kind).parameters:
+            fix = "dequantize it first"
+        raise SltaError(f"{model} is quantized ({method}): name the original checkpoint, or {fix}.")
+    misnamed = (name for name, own in model.tensors.items() if name.endswith("_blocks") and not own.integer)
+    for name in (*misnamed, *(name for name in narrow if f"{name}_scale_inv" in model.tensors)):
+        raise SltaError(
+            f"{model} stores {name} without a 'quantization_config', as transformers' save_pretrained leaves it of a "
+            f"dequantized model: load the quantized checkpoint again, and {SAVE}."
+        )
+    if narrow:
+        raise SltaError(
+            f"{model} stores {narrow[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+            "dequantize it first."
+        )
+
+
+def _narrow(model: Model) -> list[str]:
+    """The weights that are stored in 8 bits or fewer."""
+    stored = {name: own for name, own in model.tensors.items() if name.endswith(("weight", "_blocks"))}
+    return [name for name, own in stored.items() if len(own.shape) > 1 and own.nbytes < 2 * own.count]
+
+
+def _quantization(model: Model) -> str:
+    """How a model is quantized by its configuration; "" if it is not."""
+    text = model.config.get_text_config()
+    given = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    return str(dict(given).get("quant_method", "in some way")) if given else ""
+
+
+def left_over(model: Model) -> str:
+    """A clause that says that a model is quantized by its configuration alone; "" if it is not."""
+    method = _quantization(model)
+    if not method or model.built is None or _narrow(model) or model.layout(model).missing():
+        return ""
+    return f"The config.json of {model.reference.model} says that it is quantized ({method}), and its tensors are not"
+
+
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
-    """Refuse an adapter that cannot be merged, and one whose modules the model does not have in these sizes."""
-    headers = adapter_headers(adapter, cache_dir)
-    settings = adapter_settings(adapter_folder(adapter, cache_dir))
+    """Refuse an adapter that cannot be merged: peft puts its tensors into the model, both without their content."""
+    folder, headers = adapter_folder(adapter, cache_dir), adapter_headers(adapter, cache_dir)
+    settings = adapter_settings(folder)
     kind = str(settings.get("peft_type"))
     tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
     if kind not in tuners or not issubclass(tuners[kind], BaseTuner):
         raise SltaError(
             f"The adapter {adapter} is of the type {kind}, which cannot become part of its weights: leave it out, "
             "or train a LoRA."
-        )
-    modules = dict(model.built.named_modules()) if model.built else {}
-    unknown, fitting, wrong = list[str](), list[str](), list[str]()
-    for name, down in headers.items():
-        up = headers.get(name.replace(".lora_A.", ".lora_B."))
-        if not name.endswith(".lora_A.weight") or up is None:
-            continue
-        target = target_of(name)
-        # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
-        found = model_tensor_name(target.replace(".base_layer", ""), modules, model.prefix)
-        own = modules[found].parameters(recurse=False) if found else ()
-        sizes = [set(parameter.shape[-2:]) for parameter in own if parameter.ndim > 1]  # of one expert, if fused
-        fits = {up.shape[0], down.shape[1]} in sizes
-        (unknown if found is None else fitting if fits else wrong).append(target)
-    if modules and (wrong or (unknown and not fitting)):
-        reason = f"its matrices for {listed(wrong)} have other sizes" if wrong else f"it adapts {listed(unknown)}"
-        raise SltaError(
-            f"The adapter {adapter} was not trained on {model.reference.model} ({reason}): name the model "
-            "that it was trained on."
         )
     saved = {*(settings.get("modules_to_save") or [])}
     if whole := [name for name in _parted_ends(model, settings) if {name, name.rpartition(".")[2]} & saved]:
@@ -75,6 +100,9 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             "and output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or "
             "save the base model with 'tie_word_embeddings' false."
         )
+    if model.built is not None and kind != "SHIRA":  # whose mask peft cannot draw without the weights
+        tensors = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
+        adapted(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 
 
 def same_family(base: Model, expert: Model, any_architecture: bool) -> None:
@@ -128,9 +156,10 @@ def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
     if adapter is None:
         return
     ends = _parted_ends(model, adapter_settings(adapter_folder(adapter, cache_dir)))
-    if ends and (adapted := ends & {target_of(name) for name in adapter_headers(adapter, cache_dir)}):
+    names = names_in(model.built, adapter_headers(adapter, cache_dir)) if model.built and ends else {}
+    if changed := ends & set(map(target_of, names.values())):
         yield (
-            f"The adapter {adapter} changes {listed(sorted(adapted))} of {model.reference.model}, where embedding "
+            f"The adapter {adapter} changes {listed(sorted(changed))} of {model.reference.model}, where embedding "
             "and output head are one tensor: merging the adapter changes both, so the merged expert is not the "
             "model that was trained. Train it on the decoder layers alone."
         )
@@ -143,11 +172,6 @@ def _parted_ends(model: Model, settings: Mapping[str, Any]) -> set[str]:
         return set()
     ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
     return {name for name, module in model.built.named_modules() if module in ends}
-
-
-def target_of(name: str) -> str:
-    """The module that a tensor of a LoRA adapter changes."""
-    return name.removeprefix("base_model.model.").partition(".lora_")[0]
 
 
 def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import Model
+from mergekit_slta.models.headers import ADAPTER_CONFIG, Model
 from mergekit_slta.recipe.settings import MethodSettings
 from mergekit_slta.tables import as_size
 
@@ -28,7 +28,9 @@ def require_writable(said: str, path: Path) -> None:
 
 
 def not_overwritten(models: Iterable[Model], out: Path) -> None:
-    """Refuse to write the merged model into the folder of a model that it is made of."""
+    """Refuse to write the merged model into the folder of a model that it is made of, or of any adapter."""
+    if (out / ADAPTER_CONFIG).exists():
+        raise SltaError(f"{out} is the folder of an adapter, which transformers would add to the merge: name another.")
     for model in models:
         if model.folder is not None and out.exists() and model.folder.samefile(out):
             raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another.")

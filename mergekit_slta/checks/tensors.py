@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 
 from mergekit_slta.errors import refuse
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.layout import Layout
+
+# What programs put before a model's names, or before those of its parts, when they wrap it for training.
+WRAPPER = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\.")
 
 
 def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None:
@@ -23,6 +27,7 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
         SltaError: one sentence for all models that lack the same.
     """
     base, *experts = models
+    refuse(sentence for model in models for sentence in _wrapped(model, base))
     own = base.layout(base)
     lacking = {tuple(missing): [base]} if (missing := own.missing()) else {}
     more: dict[tuple[str, ...], list[Model]] = {}
@@ -58,6 +63,17 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
     )
 
 
+def _wrapped(model: Model, base: Model) -> Iterator[str]:
+    """A checkpoint that would be complete without the names of modules that programs put around a model's."""
+    words = dict.fromkeys(WRAPPER.findall(" ".join(model.tensors)))
+    bare = [WRAPPER.sub("", name) for name in model.tensors]
+    if words and model.layout(base).missing() and not Layout(base.built, bare).missing():
+        yield (
+            f"The names of the tensors of {model} contain {listed(words)}, because the model was saved from inside "
+            "torch.compile, FSDP, DDP or peft: save the module that these wrap, or take that out of the names."
+        )
+
+
 def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
     """The stored tensors of a model that are there when its adapter, if it has one, has been merged."""
     return model.tensors if model.reference.lora is None else layout.pieces
@@ -80,6 +96,7 @@ def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
             if names:
                 found.setdefault(names, []).append(str(expert))
     for missing, without in lost.items():
-        yield f"{listed(missing)}, which {listed(without)} lacks, will be those of the base model {base}."
+        of_base = f"those of the base model {base}"
+        yield f"{listed(missing)}, which {listed(without)} lacks, will be merged as if it had {of_base}."
     for extra, having in left_out.items():
         yield f"{listed(extra)} of {listed(having)} will be left out, because the base model {base} has none."

@@ -11,20 +11,16 @@ import click
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
     CALIBRATION_HELP,
-    EDGES,
-    EDGES_HELP,
     KEEP_WEIGHT_HELP,
     LEVELS_HELP,
     MODEL_HELP,
     MODELS_HELP,
     OUTPUT_FILE,
     TASK_WEIGHT_HELP,
-    TOWERS_HELP,
     MergeCommand,
     ModelCommand,
     applied,
     download_folder,
-    held_out_records,
     measured_levels,
     merged_folder,
     numbers_file,
@@ -38,7 +34,6 @@ from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 if TYPE_CHECKING:
-    from mergekit_slta.comparison.compare import Comparison
     from mergekit_slta.slta.solution import Solution
 
 
@@ -60,8 +55,8 @@ def main() -> None:
     see the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small
     statistics file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models
     and without data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge,
-    `evaluate` measures how well the merged model does each task, `compare` how well several do, and `linearity` whether
-    the experts can be merged by adding task vectors. `publish` uploads a merged model.
+    `evaluate` measures how well merged models do each task, and `linearity` whether the experts can be merged by adding
+    task vectors. `publish` uploads a merged model.
     """
 
 
@@ -86,7 +81,7 @@ def check(recipe: Path, **options: Any) -> None:
     """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
 
     First all mistakes of the text, then all of the rest. Reads configurations, file headers (of models on the Hub over
-    the network) and calibration data, no weights. Says download, disk, memory and licences of the merge. Exit code 1 if
+    the network) and calibration data, no weights. Says download, disk and memory of the merge. Exit code 1 if
     something is wrong.
     """
     from mergekit_slta.checks import examine
@@ -151,8 +146,6 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
 @click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help=MODEL_HELP)
-@click.option("--edges", type=EDGES, default="base", show_default=True, help=EDGES_HELP)
-@click.option("--towers", type=EDGES, default="base", show_default=True, help=TOWERS_HELP)
 @click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
 @trusted_code
 @download_folder
@@ -216,62 +209,32 @@ def _write_recipe(
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
     solution.save_recipe(file, models=models, tokenizer_source=tokenizer_source or "", **more)
-    return adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
+    option = adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
+    return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
 
 
-@main.command(cls=ModelCommand, short_help="Measure how well a merged model does each task.")
-@recipe_path
-@merged_folder
-@held_out_records
-@numbers_file
-def evaluate(recipe: Path, out: Path, samples: int, json_file: str | None, **options: Any) -> None:
-    """Measure how well the merged model in OUT does the tasks of RECIPE's experts.
-
-    `compare` with one merged model, which stands in one ranked table with the base model and the experts.
-    """
-    _compare(recipe, [out], samples, json_file, options)
-
-
-@main.command(cls=ModelCommand, short_help="Compare several merged models.")
+@main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@held_out_records
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
+)
 @numbers_file
-@click.option("--figure", "figure_file", metavar="FILE", type=click.Path(path_type=Path), help="Draw them, as PNG.")
-def compare(
-    recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, figure_file: Path | None, **options: Any
-) -> None:
+def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, **options: Any) -> None:
     """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
-    One table, the best first: on average and for each task, the share of the short answers that greedy decoding gives
-    exactly, and the share of the expert's gain over the base model that is kept, on records that calibration did not
-    use. Below it the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower
-    is better). RECIPE may be for any method, also mergekit's own, if it names a `calibration` for each expert. Each
-    model is run once, one layer in memory at a time, in float32; one whose scores are in the cache folder is not run
-    again.
+    The best first: on average and for each task, the share of the short answers that greedy decoding gives exactly, on
+    records of `evaluation`, or else on those of `calibration` that calibration did not use. Apart from it, the share of
+    the expert's gain in likelihood over the base model that is kept, and the negative log-likelihood per token of the
+    answers, or of all tokens where no answer is known (lower is better). RECIPE may be for any method, also mergekit's
+    own, if it names a `calibration` for each expert. Each model is run once, one layer in memory at a time, in float32.
     """
-    found = _compare(recipe, out, samples, json_file, options)
-    if figure_file:
-        from mergekit_slta.comparison.figure import draw  # imports matplotlib
-
-        if picture := draw(found):
-            files.write(figure_file.expanduser(), picture.png())
-        else:
-            said = "No expert gains anything on its own task and no record has a short answer"
-            click.echo(f"{said}: {figure_file} would be empty and is not drawn.", err=True)
-
-
-def _compare(
-    recipe: Path, out: Sequence[Path], samples: int, json_file: str | None, options: dict[str, Any]
-) -> Comparison:
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.comparison.compare import compare as compare_merges
+    from mergekit_slta.evaluation.evaluate import evaluate as ranked
     from mergekit_slta.recipe.recipe import Recipe, data_of
 
-    experiment = sound_experiment(data_of(Recipe.load(recipe)), **applied(options))
-    found = compare_merges(experiment, out, samples)
+    found = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
     _show(found, found.to_json, json_file)
-    return found
 
 
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
@@ -316,10 +279,9 @@ def linearity(
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    What it keeps of each expert, layer by layer, and the merging weights with their intervals, at every level that
-    STATS holds.
-    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
-    Face Hub. A recipe of featcal has `report: FOLDER` instead.
+    What it keeps of each expert, layer by layer, and the merging weights with their intervals, at level attn_mlp, or at
+    the first that STATS holds. STATS is a file that `calibrate` wrote, the folder of a merge by slta, or
+    hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. A recipe of featcal has `report: FOLDER` instead.
     """
     import torch
 
@@ -354,12 +316,11 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
 @recipe_path
 @merged_folder
 def verify(recipe: Path, out: Path, **options: Any) -> None:
-    """Re-read the merged model in OUT tensor by tensor, and compare it with what RECIPE says.
+    """Re-read the merged model in OUT tensor by tensor, and say whether programs can use it.
 
-    Names, shapes, data types and finiteness for every method; the values for slta alone, from its statistics: those of
-    other methods cannot be compared. Says the largest difference and where it is, whether transformers loads the
-    folder, and which tensors and files of the base model it lacks. Exit code 1 if a tensor differs by more than
-    rounding, or transformers does not load all of them.
+    Its tensors must have the names and shapes of the base model's, and RECIPE's data type; their values must be finite,
+    and transformers must load them all. Names the files of the base model that OUT lacks. Needs neither the experts nor
+    data. Exit code 1 if something is wrong.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge

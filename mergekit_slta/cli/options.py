@@ -23,9 +23,6 @@ MODEL_HELP = (
     "Path or Hub id to write in the recipe for the model NAME of the table or of STATS, the base model included. "
     "May be given several times."
 )
-EDGES = click.Choice(["base", "mean"])
-EDGES_HELP = "In the recipe, embeddings, final norm and output head: the base model's, or merged with the mean weights."
-TOWERS_HELP = "In the recipe, a multimodal model's other towers than the one for language: as for --edges."
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -84,9 +81,6 @@ trusted_code = click.option(
 )
 download_folder = click.option("--transformers-cache", help="Folder for downloaded files.")
 quiet = click.option("--quiet/--no-quiet", default=False, help="No table and no progress bars.")
-held_out_records = click.option(
-    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
-)
 numbers_file = click.option(
     "--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output."
 )

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
-from itertools import takewhile
+from functools import partial
 from typing import Any, NamedTuple
 
-from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.data import chats
+from mergekit_slta.data.chats import MARK, Span, UnfitRecord, is_blank, without_blanks
+from mergekit_slta.errors import SltaError, first_line
 
 Record = Mapping[str, Any]
 
 CHAT_FIELDS = ("messages", "conversations")
-# These groups of fields are tried in order; the texts of one group are joined by a newline.
+# These groups of fields are tried in order; the texts of one group are joined by a newline, unless a prompt brings its
+# own blanks.
 TEXT_FIELDS = (
     ("text",),
     ("prompt", "completion"),
@@ -24,11 +27,8 @@ TEXT_FIELDS = (
 )
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
-ROLES = {"human": "user", "gpt": "assistant"}
-MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
-
-Turns = list[dict[str, Any]]
-Span = tuple[int, int]
+# An answer in a text is no part of a word, nor of a marker such as <|im_end|>.
+_APART, _MARKUP = r"(?!(?<=\w)\w)", re.compile(r"<[^<>\s]+>")
 
 
 class Text(NamedTuple):
@@ -38,51 +38,90 @@ class Text(NamedTuple):
         text: "" for an empty record.
         is_chat: whether a chat template wrote it.
         answer: the place of the answer in the text, without blanks around it: the index of its first character, and of
-            the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, or the
-            last of several fields in a template that ends with it; where a text or a template shows none, the last
-            part of a pair that the record has too, if all its parts are in the text. None where there is no such part,
-            or where a chat template does not show which part of its text is the last turn.
+            the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, the
+            last of several fields in a template that ends with it, or where a template writes a pair of the record and
+            words behind it, the pair's last part. In the record's own text it is the only place after the parts before
+            it where the last part of a pair that the record has too can be. None where there is no such part, or where
+            a chat template does not show which part of its text is the last turn.
+        left_out: what the chat template does not write of the record, as in "the reasoning".
     """
 
     text: str
     is_chat: bool = False
     answer: Span | None = None
+    left_out: tuple[str, ...] = ()
 
 
-def record_text(record: Record, template: str, *, where: object, render_chat: Callable[[Turns], str]) -> Text:
+def record_text(record: Record, template: str, *, where: object, render_chat: Callable[..., str]) -> Text:
     """Turn a record into text by the template, or else by the first of these fields that it has and that is not blank.
 
-    In order: ``messages``, ``conversations``, and the groups of ``TEXT_FIELDS``.
+    In order: ``messages``, ``conversations``, and the groups of ``TEXT_FIELDS``; a group with turns is a conversation.
 
     Args:
         record: the fields of one sample.
         template: a ``str.format`` string over the fields, or "".
         where: names the record at the beginning of an error message.
-        render_chat: turns a conversation, a list of ``role`` and ``content``, into text with special tokens.
+        render_chat: turns a conversation, a list of ``role`` and ``content``, into text with special tokens; its
+            argument ``tools`` is given where the record has some.
 
     Raises:
-        SltaError: the record lacks these fields, or does not fit the template or the chat template.
+        UnfitRecord: the record lacks these fields, or does not fit the template or the chat template.
+        SltaError: the template is not valid, or there is no chat template.
     """
     if template:
         return _fill(template, record, where)
-    chats = [field for field in CHAT_FIELDS if field in record]
-    for field in chats:
-        turns = _turns(record[field], f"{where}: {field!r}")
-        if not all(_is_blank(turn.get("content")) for turn in turns):
-            with reading(where, "does not fit the chat template", "give the expert a 'template'"):
-                text = render_chat(turns)
-            return Text(text, True, _last_turn(turns, text, render_chat))
+    chat_fields = [field for field in CHAT_FIELDS if field in record]
+    for field in chat_fields:
+        if turns := chats.normalized(record[field], f"{field!r} of {where}"):
+            return _chat_text(turns, record, where, render_chat)
     groups = _groups_in(record)
     for fields in groups:
-        parts = [_plain_text(record[field], f"{where}: {field!r}") for field in fields]
-        if text := "\n".join(part for part in parts if part.strip()):
-            return Text(text, answer=_answer_of_pair(record, text))
-    if not chats and not groups:
-        raise SltaError(
+        if len(fields) > 1 and any(chats.is_turns(record[field]) for field in fields):
+            if turns := chats.normalized(_one_chat([record[field] for field in fields]), f"{fields[0]!r} of {where}"):
+                return _chat_text(turns, record, where, render_chat)
+            continue
+        parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
+        if any(part.strip() for part in parts):
+            return _joined(fields, parts, record)
+    if not chat_fields and not groups:
+        raise UnfitRecord(
             f"{where} has none of the known fields: its fields are {in_a_list(record)}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
     return Text("")
+
+
+def _chat_text(turns: chats.Turns, record: Record, where: object, render_chat: Callable[..., str]) -> Text:
+    tools = chats.plain(record.get("tools"))
+    tools = [*map(chats.plain, tools)] if isinstance(tools, list) else tools
+    render = partial(render_chat, tools=tools) if tools else render_chat
+    turns, text = chats.written(turns, render, where)
+    left_out = ["the reasoning"] * chats.loses_reasoning(turns, text)
+    left_out += ["the tools"] * (bool(tools) and chats.attempt(render_chat, turns) == text)
+    return Text(text, True, chats.answer_in(turns, text, render), tuple(left_out))
+
+
+def _one_chat(values: list[Any]) -> list[Any]:
+    """A prompt and its completion, of which one is a list of turns, as one conversation."""
+    turns = []
+    for number, value in enumerate(values, 1):
+        if chats.is_turns(value):
+            turns += value
+        elif not is_blank(value):
+            turns.append({"role": "user" if number < len(values) else "assistant", "content": value})
+    return turns
+
+
+def _joined(fields: tuple[str, ...], parts: list[str], record: Record) -> Text:
+    """The texts of a group of fields; its last one is the answer, if there are several fields."""
+    text = ""
+    for part in filter(str.strip, parts):
+        blank = fields[0] == "prompt" and (text[-1:].isspace() or part[0].isspace())
+        text += "\n" * bool(text and not blank) + part
+    if len(fields) == 1:
+        return Text(text, answer=_answer_in(text, record))
+    begin = len(text) - len(parts[-1]) if parts[-1].strip() else len(text)
+    return Text(text, answer=without_blanks(text, begin, len(text)))
 
 
 def _groups_in(record: Record) -> list[tuple[str, ...]]:
@@ -90,84 +129,32 @@ def _groups_in(record: Record) -> list[tuple[str, ...]]:
     return [fields for fields in TEXT_FIELDS if all(field in record for field in fields)]
 
 
-def _answer_of_pair(record: Record, text: str) -> Span | None:
-    """Where the answer of a known pair of the record is, in a text that holds the pair's parts one after the other."""
-    for fields in _groups_in(record):
-        if len(fields) == 1:  # no pair
-            continue
-        *parts, answer = ("" if record.get(field) is None else str(record[field]).strip() for field in fields)
+def _pairs_in(record: Record) -> list[tuple[str, ...]]:
+    return [fields for fields in _groups_in(record) if len(fields) > 1]
+
+
+def _answer_in(text: str, record: Record) -> Span | None:
+    """Where the answer of a known pair of the record is, in a text that holds the pair's parts one after the other.
+
+    None where several places could be the answer's: what follows an answer may hold the same letters.
+    """
+    unmarked = _MARKUP.sub(lambda marker: MARK * len(marker[0]), text)
+    for fields in _pairs_in(record):
+        *parts, answer = ("" if record[field] is None else str(record[field]).strip() for field in fields)
         end = 0
         for part in parts:
             begin = text.find(part, end)
             end = begin + len(part) if begin >= 0 else len(text)
-        if answer and (begin := text.rfind(answer, end)) >= 0:
-            return begin, begin + len(answer)
+        rest = (text if "<" in answer else unmarked)[end:]
+        places = [*re.compile(_APART + re.escape(answer) + _APART, re.ASCII).finditer(rest)]
+        if answer and len(places) == 1:
+            return end + places[0].start(), end + places[0].end()
     return None
 
 
 def has_known_fields(fields: Iterable[str]) -> bool:
     """Whether a record with these fields needs no template."""
     return any({*group} <= {*fields} for group in (*zip(CHAT_FIELDS), *TEXT_FIELDS))
-
-
-def require_fields(fields: Iterable[str], template: str, source: str) -> None:
-    """Refuse records with these fields in all, none of which has what the template names, or a known field.
-
-    Raises:
-        SltaError: this, or the template is not valid.
-    """
-    missing = [name for name in template_fields(template) if name not in fields] if template else []
-    if missing:
-        raise SltaError(
-            f"No record of calibration source {source!r} has a field {missing[0]!r}, which the template {template!r} "
-            f"names: the fields are {in_a_list(fields)}."
-        )
-    if not template and not has_known_fields(fields):
-        raise SltaError(
-            f"No record of calibration source {source!r} has any of the known fields: the fields are "
-            f"{in_a_list(fields)}. Give the expert a 'template' that names the fields to use, such as "
-            "'{question} {answer}'."
-        )
-
-
-def _last_turn(turns: Turns, text: str, render_chat: Callable[[Turns], str]) -> Span | None:
-    """Where in the text of a conversation its last turn is, if it is an assistant's.
-
-    The conversation is rendered once more with a mark in place of the turn's content. The text before and after the
-    mark is the template's; the content is between.
-    """
-    last, content = turns[-1], turns[-1].get("content")
-    mark: Any = MARK
-    if isinstance(content, list):
-        content = "".join(str(part["text"]) for part in content if isinstance(part, dict) and part.get("text"))
-        mark = [{"type": "text", "text": MARK}]
-    if last["role"] != "assistant" or _is_blank(content):
-        return None
-    try:
-        rendered = render_chat([*turns[:-1], last | {"content": mark}])
-    except Exception:  # the template takes the content apart, which the mark does not survive
-        return None
-    if rendered.count(MARK) != 1:  # the template leaves the turn out, or repeats it
-        return None
-    before, after = rendered.split(MARK)
-    begin = _shared(text, before)
-    end = len(text) - _shared(text[begin:][::-1], after[::-1])
-    # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave it
-    # out. More than the content shows that the template depends on the content elsewhere.
-    is_content = "".join(str(content).split()).endswith("".join(text[begin:end].split()))
-    return _without_blanks(text, begin, end) if is_content else None
-
-
-def _shared(first: str, second: str) -> int:
-    """How many characters two texts share at their beginnings."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def _without_blanks(text: str, begin: int, end: int) -> Span | None:
-    """A part of a text without the blanks around it; None if nothing else is in it."""
-    part = text[begin:end]
-    begin += len(part) - len(part.lstrip())
-    return (begin, begin + len(part.strip())) if part.strip() else None
 
 
 def template_fields(template: str) -> list[str]:
@@ -190,66 +177,50 @@ def template_fields(template: str) -> list[str]:
     return [name.split("[")[0] for name, _ in named]
 
 
-class _Formatter(string.Formatter):
-    """Fills a template and keeps the text of its last field."""
-
-    last = ""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        self.last = str(super().format_field(value, format_spec))
-        return self.last
-
-
 def _fill(template: str, record: Record, where: object) -> Text:
     fields = template_fields(template)
     for field in fields:
         if field not in record:
-            raise SltaError(
+            raise UnfitRecord(
                 f"{where} has no field {field!r}, which the template {template!r} names: "
                 f"its fields are {in_a_list(record)}."
             )
-    if all(_is_blank(record[field]) for field in fields):
+    if all(is_blank(record[field]) for field in fields):
         return Text("")
-    formatter = _Formatter()
-    with reading(where, f"does not fit the template {template!r}", "correct the template"):
-        text = formatter.vformat(template, (), {name: "" if value is None else value for name, value in record.items()})
-    ended = template.rstrip()  # a block of YAML ends with a newline
-    *_, (_, last, _, _) = formatter.parse(ended)
-    if len(fields) < 2 or last is None:  # the template ends with words of its own
-        return Text(text, answer=_answer_of_pair(record, text))
-    end = len(text) - (len(template) - len(ended))
-    return Text(text, answer=_without_blanks(text, end - len(formatter.last), end))
-
-
-def _turns(value: Any, what: str) -> Turns:
-    """The turns of a conversation, each with ``role`` and ``content``."""
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise SltaError(f"{what} is not a list of turns: give the expert a 'template'.")
-    turns = []
-    for turn in value:
-        if turn.get("role") is None:
-            if (role := turn.get("from")) is None:
-                raise SltaError(
-                    f"{what} has a turn without 'role' and 'content', or 'from' and 'value': "
-                    f"its fields are {in_a_list(turn)}."
-                )
-            turn = {"role": ROLES.get(str(role), role), "content": turn.get("value")}
-        turns.append(turn)
-    return turns
+    text, tail, formatter = "", "", string.Formatter()
+    places: dict[str, Span] = {}
+    for words, name, form, conversion in formatter.parse(template):
+        text, tail = text + words, tail + words if name is None else ""
+        if name is None:
+            continue
+        try:
+            value, field = formatter.get_field(name, (), record)
+            shown = formatter.convert_field("" if value is None else value, conversion)
+            written = str(formatter.format_field(shown, form or ""))
+        except Exception as error:  # of any kind: the value is any, and so is what is asked of it
+            raise UnfitRecord(
+                f"{where} does not fit the template {template!r} ({first_line(error)}): correct the template."
+            ) from error
+        if isinstance(value, (list, dict, bytes)):
+            raise UnfitRecord(
+                f"{where} has a {type(value).__name__} in {name!r}, which the template {template!r} would print: write "
+                f"a part of it, such as '{{{name}[key]}}', or leave the template out and give a chat as 'messages'."
+            )
+        places[field] = len(text), len(text) + len(written)
+        text += written
+    pairs = [[places[part] for part in group] for group in _pairs_in(record) if {*group} <= {*places}]
+    if len(fields) > 1 and not tail.strip():
+        pairs = [[places[fields[-1]]]]
+    answer = next((pair[-1] for pair in pairs if pair == sorted(pair)), None)
+    return Text(text, answer=answer and without_blanks(text, *answer))
 
 
 def _plain_text(value: Any, what: str) -> str:
     if value is None:
         return ""
     if isinstance(value, (list, dict, bytes)):
-        raise SltaError(f"{what} holds a {type(value).__name__}, not text: give the expert a 'template'.")
+        raise UnfitRecord(f"{what} holds a {type(value).__name__}, not text: give the expert a 'template'.")
     return str(value)
-
-
-def _is_blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value)
 
 
 def in_a_list(names: Iterable[Any]) -> str:

@@ -90,7 +90,7 @@ def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ra
 
 
 def fitting_batch(decoder: Decoder) -> int:
-    """The default number of token positions in a batch."""
+    """The number of token positions in a batch, while memory lasts."""
     if decoder.device.type != "cpu":
         return GPU_BATCH_TOKENS
     layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind()]
@@ -100,7 +100,6 @@ def fitting_batch(decoder: Decoder) -> int:
     return min(CPU_BATCH_TOKENS, max(LEAST_CPU_BATCH_TOKENS, CPU_BATCH_ELEMENTS // widest))
 
 
-def share(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> int:
+def share(decoder: Decoder, tasks: Tasks, ranks: Ranks) -> int:
     """How many samples this process has, if batches need not be halved."""
-    own = decoder_batches(decoder, tasks, batch_tokens or fitting_batch(decoder), ranks)
-    return sum(len(batch.rows) for batch in own)
+    return sum(len(batch.rows) for batch in decoder_batches(decoder, tasks, fitting_batch(decoder), ranks))

@@ -35,7 +35,6 @@ LOG = logging.getLogger(__name__)
 def pass_layers(
     accumulator: Accumulator[Result],
     *,
-    batch_tokens: int = 0,
     partial: Partial | None = None,
     progress: Progress = lambda samples: None,
 ) -> Result:
@@ -43,17 +42,15 @@ def pass_layers(
 
     Args:
         accumulator: the method.
-        batch_tokens: the most token positions in one forward pass; 0 chooses by the device and the layers, and halves
-            the number when the memory of a single process runs out.
         partial: the folder of finished layers, which are not computed again.
         progress: called with the number of this process's samples that have passed another step; negative when all
             steps are repeated with smaller batches.
 
     Raises:
-        SltaError: a checkpoint's tensors are missing or not finite, a layer's file cannot be written, or the batches
-            that the recipe asks for, or one sample, do not fit into memory.
+        SltaError: a checkpoint's tensors are missing or not finite, a layer's file cannot be written, or one sample, or
+            with several processes one batch, does not fit into memory.
     """
-    device, positions = accumulator.decoder.device, batch_tokens or fitting_batch(accumulator.decoder)
+    device, positions = accumulator.decoder.device, fitting_batch(accumulator.decoder)
     longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
     while True:
         steps: list[int] = []
@@ -65,11 +62,11 @@ def pass_layers(
         try:
             return _run(accumulator, positions, partial, report)
         except torch.OutOfMemoryError as error:
-            if batch_tokens or accumulator.ranks.count > 1 or positions <= longest:
+            fix = "run one process alone, which takes fewer" if accumulator.ranks.count > 1 else "lower 'max_tokens'"
+            if accumulator.ranks.count > 1 or positions <= longest:
                 raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {device}: "
-                    "lower 'batch_tokens', and 'max_tokens' if one sample is too long; if that does not help, the "
-                    "layers themselves are too large for it."
+                    f"{positions} token positions at once do not fit into the memory of {device}: {fix}; if that does "
+                    "not help, the layers themselves are too large for it."
                 ) from error
         positions //= 2
         LOG.warning("Out of memory on %s: beginning again with %d token positions at once", device, positions)

@@ -146,6 +146,12 @@ class Partial:
         return self.folder / "edges.safetensors"
 
 
+def require_finished(out: Path) -> None:
+    """Refuse the output folder of a merge that was interrupted."""
+    if (out / files.PARTIAL_OF_MERGE).exists():
+        raise SltaError(f"The merge into {out} is not finished: run it again, it goes on where it ended.")
+
+
 def run_of(folder: Path) -> dict[str, Any] | None:
     """The run that a folder belongs to; None if it does not say, an SltaError if what says it cannot be read."""
     path = folder / RUN

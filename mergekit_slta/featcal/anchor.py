@@ -1,30 +1,23 @@
-"""The anchor ``actmat``: a feature merge begins with what ``merge_method: actmat`` gives."""
+"""The anchor: a feature merge begins with what ``merge_method: actmat`` gives."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from mergekit_slta.actmat.covariance import merged_task
-from mergekit_slta.layers.blend import Alpha, Blend
+from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.roles import Role, tensor_roles
-from mergekit_slta.models.stacks import in_parts
+from mergekit_slta.models.stacks import ExpertStack
 from mergekit_slta.recipe.settings import ActmatSettings
 
 
-def equal_weights(experts: int, keep_weight: float = 0.0) -> Alpha:
-    """The weights that give the average of the experts, and of the base model where its task counts."""
-    share = torch.full((experts,), 1 / (experts + keep_weight), dtype=torch.float64)
-    return lambda name: share
-
-
 class ActmatAnchor(Blend):
-    """The experts' average, with linear maps solved as ``actmat`` solves them.
+    """The experts' average, with linear maps solved as ``actmat`` solves them: each matrix that the base model stores.
 
     Args:
         models: the base model, then the ``T`` experts.
@@ -33,8 +26,10 @@ class ActmatAnchor(Blend):
     """
 
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
-        super().__init__(models, equal_weights(len(models) - 1, keep_weight))
+        share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
+        super().__init__(models, lambda name: share)
         self._keep_weight = keep_weight
+        self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
         self._maps = {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
@@ -47,26 +42,47 @@ class ActmatAnchor(Blend):
         Args:
             names: each tensor's key in ``tensors``, and the model's name of it.
             tensors: the base model's, then the experts'.
-            later: the keys of maps that stay the base model's, because ``solved_map`` is called for them.
+            later: the keys of ``whole_maps`` that stay the base model's, because ``prior_of`` solves them.
         """
-        base, *experts = tensors
-        now = [{key: tensor for key, tensor in own.items() if key not in later} for own in tensors]
-        blended = {**base, **super().of(names, now)}
-        for key in self.solved_keys(names) - set(later):
-            solved = functools.partial(_solved, self._maps[names[key]], self._keep_weight)
-            blended[key] = in_parts(solved, base[key], *(own[key] for own in experts))
+        others = [{key: tensor for key, tensor in own.items() if names[key] not in self._maps} for own in tensors]
+        blended = {**tensors[0], **super().of(names, others)}
+        for key, name in names.items():
+            if name in self._maps and key not in later:
+                blended[key] = self._merged(name, [own[key] for own in tensors])
         return blended
 
-    def solved_keys(self, names: Mapping[str, str]) -> set[str]:
-        """Which of the tensors are solved."""
-        return {key for key, name in names.items() if name in self._maps}
+    def whole_maps(self, names: Mapping[str, str]) -> set[str]:
+        """The keys of the maps that are stored as one tensor."""
+        maps = {key: name for key, name in names.items() if name in self._maps}
+        return {key for key, name in maps.items() if len(self._layout.pieces_of(name)) == 1}
 
+    def _merged(self, name: str, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A map's tensor, or the experts' of a mixture one by one: solved on a GPU in float64, all may not fit."""
+        base = models[0]
+        if base.ndim == 2 or not self._layout.in_parts(name):
+            return self._of_stored(name, None, models)
 
-def _solved(role: Role, keep_weight: float, base: torch.Tensor, *experts: torch.Tensor) -> torch.Tensor:
-    if base.ndim > 2:  # a mixture, whose solutions in float64 may not fit on a GPU that has room for all its experts
-        stacks = zip(base, *experts, strict=True)
-        return torch.stack([_solved(role, keep_weight, *matrices) for matrices in stacks])
-    kept = [base] * bool(keep_weight)
-    tasks = [own - base for own in (*experts, *kept)]
-    counts = [1.0] * len(experts) + [keep_weight] * len(kept)
-    return base + merged_task(role, tasks, ActmatSettings().ridge, counts).to(base.dtype)
+        def part(expert: int) -> torch.Tensor:
+            return self._of_stored(name, expert, [own[expert] for own in models])
+
+        if isinstance(base, ExpertStack):
+            return ExpertStack(base.shape, base.device, part)
+        return torch.stack([part(expert) for expert in range(len(base))])
+
+    def _of_stored(self, name: str, expert: int | None, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A map's tensor, or the part of a mixture's expert, from the solutions of its stored matrices."""
+        pieces = self._layout.pieces_of(name, expert)
+        if len(pieces) == 1 or len(pieces[0].targets) > 1:
+            return self._solved(self._maps[name], models)
+
+        def solved(piece: str) -> torch.Tensor:
+            return self._solved(Role.LINEAR, [self._layout.restore(piece, lambda *_: own) for own in models])  # noqa: B023
+
+        return self._layout.read(name, solved, expert)
+
+    def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
+        base, *experts = models
+        kept = [base] * bool(self._keep_weight)
+        tasks = [own - base for own in (*experts, *kept)]
+        counts = [1.0] * len(experts) + [self._keep_weight] * len(kept)
+        return base + merged_task(role, tasks, ActmatSettings().ridge, counts).to(base.dtype)

@@ -1,23 +1,30 @@
-"""Find which linear maps of a decoder layer are solved together, and in which order."""
+"""Find which linear maps of a decoder layer are solved together, in which order, and which add to the residual stream.
+
+The last can correct what the maps before them have missed.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from mergekit_slta.featcal.writers import Writer, find_writers
+from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
 from mergekit_slta.layers.decoder import INPUT, Decoder
-from mergekit_slta.layers.maps import LinearMap, is_fused, linear_maps
+from mergekit_slta.layers.forms import random_numbers
+from mergekit_slta.layers.maps import LinearMap, is_fused, is_numbered, linear_maps, takes_some_tokens
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
+from mergekit_slta.layers.structure import all_before, ratio
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"
+SHARED = "shared by several layers"
 NO_ROUTES = "in a module that is not given the experts of each token"
 
 
@@ -48,6 +55,20 @@ class MapGroup:
 
 
 @dataclass(frozen=True)
+class Writer:
+    """A module whose output a layer adds to the residual stream.
+
+    Attributes:
+        factor: the constant that its output is multiplied by.
+        before: what the stream is the sum of before: the layer's input and the outputs of children, each with the
+            constant that it is multiplied by.
+    """
+
+    factor: float
+    before: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class LayerMaps:
     """The linear maps of a layer.
 
@@ -64,39 +85,14 @@ class LayerMaps:
 
 @functools.lru_cache(maxsize=1)
 def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
-    """The groups of every layer; layers of the same kind are traced once.
-
-    Maps that several layers share are solved in the first of them that calls them.
-    """
-    found, solved, tensors = [], set[str](), [decoder.layer_tensors(layer) for layer in range(len(decoder))]
+    """The groups of every layer; layers of the same kind are traced once."""
     of_kind = {layer: find_groups(decoder, layer) for layer in decoder.one_of_each_kind()}
-    for layer, names in enumerate(tensors):
-        maps = of_kind[decoder.first_of_kind[layer]]
-        left = [(group, tuple(m for m in group.maps if names[m.weight] not in solved)) for group in maps.groups]
-        groups = [replace(group, module=own[0].module, maps=own) for group, own in left if own]
-        solved |= {names[m.weight] for group in groups for m in group.maps}
-        known = {INPUT, *(group.child for group in groups)}
-        writers = {module: writer for module, writer in maps.writers.items() if writer.before.keys() <= known}
-        found.append(replace(maps, groups=tuple(groups), writers=writers))
-    for layer, names in enumerate(tensors):
-        elsewhere = {m.name for m in linear_maps(decoder.layers[layer]) if names[m.weight] in solved}
-        kept = {name: why for name, why in found[layer].kept.items() if name not in elsewhere}
-        found[layer] = replace(found[layer], kept=kept)
-    return tuple(found)
-
-
-def solved_in(decoder: Decoder) -> dict[str, int]:
-    """By the model's names of the tensors that are solved, the layer in which they are; the output head is in none."""
-    found: dict[str, int] = {}
-    for layer, maps in enumerate(groups_by_layer(decoder)):
-        names = decoder.layer_tensors(layer)
-        found |= {names[key]: layer for group in maps.groups for m in group.maps for key in (m.weight, m.bias) if key}
-    return found
+    return tuple(of_kind[first] for first in decoder.first_of_kind)
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
-    own = decoder.layers[layer]
+    own, names = decoder.layers[layer], decoder.layer_tensors(layer)
     by_module: dict[str, list[LinearMap]] = {}
     for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
@@ -105,12 +101,14 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         run = decoder.run(layer, *made_up, capture=by_module, keep=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
-    kept = {m.name: SOME_TOKENS if _is_numbered(m.module) else never_called for m in linear_maps(own)}
+    kept = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
+    kept |= {m.name: SHARED for m in linear_maps(own) if names[m.weight] in decoder.shared_tensors}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(own.get_submodule(module))
-        if why := _unsolvable(maps, child, own, run):
+        shared = decoder.shared_tensors.intersection(names[m.weight] for m in maps)
+        if why := SHARED if shared else _unsolvable(maps, child, own, run):
             kept |= {m.name: why for m in maps}
             continue
         for linear_map in maps:
@@ -155,14 +153,7 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
         return "in a module that does more than multiply"
     if (given[0].shape[-1], returned.shape[-1]) != (columns, rows):  # a matrix of several blocks, each of its own input
         return "in a module that does more than multiply"
-    # Features are [B, S, ...], or [B, 1, S, D] for one head of an attention.
-    all_tokens = given[0].ndim > 2 and given[0].squeeze(1).shape[:2] == tokens
-    return SOME_TOKENS if _is_numbered(module) and not all_tokens else ""
-
-
-def _is_numbered(module: str) -> bool:
-    """Whether a module may be one of a mixture's experts, which are given the features of some tokens."""
-    return any(part.isdigit() for part in module.split("."))
+    return SOME_TOKENS if takes_some_tokens(module, given[0], tokens) else ""
 
 
 def _tells_routes(given: tuple[Any, ...], experts: int, tokens: int) -> bool:
@@ -189,3 +180,50 @@ def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     }
+
+
+@torch.no_grad()
+def find_writers(
+    decoder: Decoder,
+    layer: int,
+    made_up: tuple[Weights, torch.Tensor, LayerCall],
+    run: LayerRun,
+    modules: Sequence[str],
+    children: Collection[str],
+) -> dict[str, Writer]:
+    """The writers among a layer's modules; of those that write side by side, only the last.
+
+    A norm, a learned gate or a router's weight behind a module multiplies its output by another number for each token,
+    or with other weights: such a module is no writer.
+
+    Args:
+        decoder: the layer's decoder.
+        layer: the layer's index.
+        made_up: what ``made_up_layer`` gives for it.
+        run: the layer's run on that, which has kept the modules' outputs.
+        modules: paths of modules that are solved, in their order.
+        children: the layer's children whose outputs are known when a later module is solved.
+    """
+    _, hidden, call = made_up
+    structure, before_child = decoder.structures[layer], all_before(decoder.structures[layer].reads)
+    others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
+    runs = (run, decoder.run(layer, others, hidden, call, keep=modules))
+    if hidden.ndim != 3 or structure.summands is None:
+        return {}
+    sources = [INPUT, *(child for child in structure.reads if child in structure.summands)]  # in the order of the calls
+
+    def factor(child: str, module: str) -> float:
+        """What the output of a module in a child is multiplied by to be the child's; nan for no constant."""
+        outputs = [hidden_of(own.outputs[child]) for own in runs]
+        first, second = (ratio(output, own.outputs.get(module)) for output, own in zip(outputs, runs, strict=True))
+        return first if outputs[0].shape == hidden.shape and math.isclose(first, second, rel_tol=1e-4) else math.nan
+
+    found = {}
+    for place, child in enumerate(sources[1:], 1):
+        complete = {*sources[:place]} <= {INPUT, *children} and {*sources} == structure.summands.keys()
+        complete = complete and all(child in before_child[later] for later in sources[place + 1 :])
+        for module in [own for own in modules if own.partition(".")[0] == child][-1:]:
+            written = structure.summands[child] * factor(child, module)
+            if complete and math.isfinite(written):
+                found[module] = Writer(written, {source: structure.summands[source] for source in sources[:place]})
+    return found

@@ -1,7 +1,7 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
-After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the base model, or the merge by ``actmat``, a method that
-needs no data (``anchor.py``); the solution stays near a point beyond it. The samples' token ids come from ``data/``;
+After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
+(``anchor.py``); the solution stays near a point beyond it. The samples' token ids come from ``data/``;
 ``scratch.py`` keeps the solved layers in a folder, from which ``host/featcal.py`` gives mergekit each tensor.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
@@ -25,9 +25,9 @@ merged model's lacks, so that the map corrects half of what the maps before it h
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
-``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. Where the anchor is
-the merge of ``actmat``, H is built from the matrix of the system that ``actmat`` solves, so that a few prompts change a
-map mostly in directions that their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. H is
+built from the matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that
+their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
 group.
 
 This differs from FeatCal in five points: a map is solved on inputs that are computed with the maps already solved in
@@ -37,11 +37,9 @@ the output head is solved, too. Norms, embeddings, convolutions and routers are 
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -51,30 +49,31 @@ from mergekit_slta.engine.batches import Tasks
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams
+from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
-from mergekit_slta.featcal.head import HeadSolver
-from mergekit_slta.featcal.layer import LayerMerge, in_a_file
+from mergekit_slta.featcal.groups import SHARED, groups_by_layer, kept_in_words
+from mergekit_slta.featcal.layer import LayerMerge, Setting, Tokens, in_a_file, solve_maps
 from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
-from mergekit_slta.featcal.solving import LayerTensors, Setting
-from mergekit_slta.layers.blend import Blend
+from mergekit_slta.featcal.regression import Change
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import output_head
+from mergekit_slta.layers.ends import head_input, tail_tensors
+from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
 
 LOG = logging.getLogger(__name__)
 
-ANCHOR = 2  # the stream of the anchor's own, for the report only
+# The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
+HEAD_ELEMENTS = 2**28
 Owner = TypeVar("Owner")
-ERRORS = {MERGED: "error.merged", ANCHOR: "error.anchor"}
+# In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
+ERRORS, RIDGES = "error.merged", "error.ridges"
 
 
 def feature_merge(
     decoder: Decoder,
-    anchor: Blend,
+    anchor: ActmatAnchor,
     experts: Sequence[Checkpoint],
     tasks: Tasks,
     partial: Partial,
@@ -82,9 +81,7 @@ def feature_merge(
     keep_weight: float = 0.0,
     weights: Sequence[torch.Tensor] | None = None,
     ridge: float | None = None,
-    head: bool = True,
-    compare: bool = False,
-    batch_tokens: int = 0,
+    head: LinearMap | None,
     ranks: Ranks | None = None,
     progress: Callable[[str, int], object] = lambda stage, samples: None,
 ) -> None:
@@ -92,17 +89,15 @@ def feature_merge(
 
     Args:
         decoder: the models' common decoder.
-        anchor: the model whose maps stay where none is solved: the base model, or the merge of ``actmat``, whose system
-            then says in which directions of the input a map stays nearer to W_n.
+        anchor: the merge of ``actmat``, whose maps stay where none is solved, and whose system says in which directions
+            of the input a map stays nearer to W_n.
         experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
         partial: where the layers are written; what is finished there is not computed again.
         keep_weight: how much the base model's task counts, kappa; 0 if it has none.
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
         ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
-        head: solve the output head too.
-        compare: follow the anchor's own features as well, for the report.
-        batch_tokens: as for ``pass_layers``.
+        head: the output head, by the model's names; None if it stays the anchor's.
         ranks: the processes that share the batches.
         progress: told the stage, and how many of this process's samples have passed it.
 
@@ -113,101 +108,77 @@ def feature_merge(
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
     counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
-    setting = Setting(ridge, isinstance(anchor, ActmatAnchor), counts, weights, ranks, partial.folder)
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head, compare)
-    tensors = pass_layers(
-        merge,
-        batch_tokens=batch_tokens,
-        partial=partial,
-        progress=lambda samples: progress(merge.stage, samples),
-    )
+    setting = Setting(ridge, counts, weights, ranks, partial.folder)
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head)
+    tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
     if ranks.first:
         partial.finish(tensors)
     ranks.wait()
 
 
-def stages(decoder: Decoder, head: bool) -> int:
+def stages(decoder: Decoder, head: LinearMap | None) -> int:
     """How many stages a feature merge has: the groups of maps, and the output head."""
-    return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head and output_head(decoder) is not None)
+    return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
 
 
 @dataclass
 class _FeatureMerge(Accumulator[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``."""
 
-    anchor: Blend
+    anchor: ActmatAnchor
     setting: Setting
-    head: bool
-    compare: bool
+    head: LinearMap | None
 
     def __post_init__(self) -> None:
         base, *experts = self.models
         self.owners = self._owners(base, experts)
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
-        every = Counter(
-            name for layer in range(len(self.decoder)) for name in self.decoder.layer_tensors(layer).values()
-        )
-        self.shared: dict[str, torch.Tensor | None] = {name: None for name, count in every.items() if count > 1}
         for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
             numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
-            LOG.log(logging.WARNING if numbered else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
+            loud = numbered or SHARED in kept.values()
+            LOG.log(logging.WARNING if loud else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
     def _owners(self, base: Owner, experts: Sequence[Owner]) -> list[Owner]:
         """The model of each task: the experts, and the base model if it has a task."""
         return [*experts, base][: len(self.tasks)]
 
     def sources(self) -> list[Sequence[Source]]:
-        """The streams of the merged model, of each task's own model, and of the anchor."""
-        anchors = [self.anchor] * len(self.tasks)
-        return [anchors, self.owners, anchors] if self.compare else [anchors, self.owners]
+        """The streams of the merged model and of each task's own model."""
+        return [[self.anchor] * len(self.tasks), self.owners]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
-        anchor, later = self._anchor_of(layer, weights)
+        together = {m.weight for group in maps.groups if not group.fused for m in group.maps}
+        later = self.anchor.whole_maps(names) & together
+        anchor = self.anchor.of(names, weights, later)
         base, *experts = weights
         owners = self._owners(base, experts)
         for key, stack in anchor.items():
-            if (
-                isinstance(stack, ExpertStack) and stack is not base[key]
-            ):  # a lazy stack is computed at every use: put it in a file
+            # A lazy stack would be computed at every use.
+            if isinstance(stack, ExpertStack) and stack is not base[key]:
                 anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
         passage = LayerPassage(self.decoder, layer, maps, owners, streams)
-        solver = LayerMerge(passage, LayerTensors(base, owners, anchor, later), self.setting, self._known(layer))
+        solver = LayerMerge(passage, base, anchor, later, self.setting)
         for group in maps.groups:
-            self.stage = f"layer {layer} of {len(self.decoder)}, {group}"
+            self.stage = f"layer {layer + 1} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
-        written = written_in(self.decoder)
-        merged = {names[key]: tensor for key, tensor in solver.tensors().items() if written[names[key]] == layer}
-        self.shared |= {name: merged[name] for name in self.shared.keys() & merged.keys()}
+        merged = {names[key]: tensor for key, tensor in solver.tensors().items()}
         return {**merged, **self._advance_streams(solver, streams)}
 
-    def _anchor_of(self, layer: int, weights: Sequence[Weights]) -> tuple[dict[str, torch.Tensor], set[str]]:
-        """The anchor's tensors in a layer, and which maps among them are still to be solved as ``actmat`` does."""
-        names = self.decoder.layer_tensors(layer)
-        if not isinstance(self.anchor, ActmatAnchor):
-            return self.anchor.of(names, weights), set()
-        groups = [group for group in self.maps[layer].groups if not group.fused]
-        later = self.anchor.solved_keys(names) & {m.weight for group in groups for m in group.maps}
-        return self.anchor.of(names, weights, later), later
-
     def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
-        """Set what the layer makes of every stream; returns each stream's mean relative error by task [T]."""
-        compared = [MERGED, ANCHOR] if self.compare else [MERGED]
-        sums = torch.zeros(len(compared) + 1, len(self.tasks), dtype=torch.float64)
+        """Set what the layer makes of both streams; returns the mean relative error by task [T], and the ridges."""
+        sums = torch.zeros(2, len(self.tasks), dtype=torch.float64)
         for number, batch in enumerate(streams.batches):
             outputs = solver.passage.finish(number, solver.merged)
-            if self.compare:
-                outputs[ANCHOR] = streams.run_layer(ANCHOR, number, solver.models.anchor)
             own = batch.unpadded(outputs[EXPERT])
             norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
-            for row, stream in enumerate(compared):
-                errors = (batch.unpadded(outputs[stream]) - own).norm(dim=1) / norms
-                sums[row, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
-            sums[-1, batch.task] += int((norms > 0).sum())
+            errors = (batch.unpadded(outputs[MERGED]) - own).norm(dim=1) / norms
+            sums[0, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
+            sums[1, batch.task] += int((norms > 0).sum())
         self.ranks.sum(sums)
-        return {ERRORS[stream]: sums[row] / sums[-1] for row, stream in enumerate(compared)}
+        return {ERRORS: sums[0] / sums[1], RIDGES: torch.tensor(solver.ridges, dtype=torch.float64)}
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of the tensors that the layer's file holds, by the model's names."""
@@ -218,55 +189,56 @@ class _FeatureMerge(Accumulator[Tensors]):
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
         names, (base, *experts) = self.decoder.layer_tensors(layer), weights
-        stored = {key: found[name] for key, name in names.items() if name in found}
-        merged = {key: _placed(tensor, base[key]) for key, tensor in stored.items()} | self._known(layer)
-        later = {key: names[key] for key in names.keys() - merged.keys()}  # these a later layer solves
-        merged |= self.anchor.of(later, [{key: own[key] for key in later} for own in weights])
-        self.shared |= {name: found[name].to(self.decoder.device) for name in self.shared.keys() & found.keys()}
-        anchor = self.anchor.of(names, weights) if self.compare else {}
+        merged = {key: _placed(found[name], base[key]) for key, name in names.items()}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, self._owners(base, experts)[batch.task])
-            if self.compare:
-                streams.run_layer(ANCHOR, number, anchor)
             report(len(batch.rows) * len(self.maps[layer].groups))
 
-    def _known(self, layer: int) -> dict[str, torch.Tensor]:
-        """The merged tensors of earlier layers' files that this layer uses too.
-
-        Those of later layers, from a pass that ran out of memory, do not count.
-        """
-        written, found = written_in(self.decoder), dict[str, torch.Tensor]()
-        for key, name in self.decoder.layer_tensors(layer).items():
-            if written[name] < layer and (tensor := self.shared.get(name)) is not None:
-                found[key] = tensor
-        return found
-
     def finish(self, streams: Streams, report: Progress) -> Tensors:
-        """The output head's tensors by the model's names; none if it stays the anchor's."""
-        head = output_head(self.decoder) if self.head else None
+        """The output head's tensors by the model's names, solved without a prior; none if it stays the anchor's."""
+        head, decoder = self.head, self.decoder
         if head is None:
             return {}
         self.stage = "output head"
-        return HeadSolver(head, self.anchor, self.owners, streams, self.setting, report).solve()
+        anchor = read_edges(decoder, self.anchor, [name for name in (head.weight, head.bias) if name])
+        solved = {name: tensor.clone() for name, tensor in anchor.items()}
+        rows, columns = head.matrix(anchor).shape
+        setting, step = self.setting, max(1, HEAD_ELEMENTS // columns)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            tasks = (self._head_tokens(head, task, part, streams, report) for task in range(len(self.owners)))
+            change = solve_maps(head.matrix(anchor)[part], tasks, setting, expected=streams.tokens)
+            assert isinstance(change, Change)  # there are tokens
+            if change.ridge is None:
+                LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")
+                return {}
+            setting = replace(setting, ridge=change.ridge)  # the choice of the first part holds for the whole head
+            solved[head.weight][part] += change.matrix
+            if head.bias is not None:
+                own = [read_edges(decoder, model, [head.bias])[head.bias][part] for model in self.owners]
+                solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(own))
+        return solved
 
-
-@functools.lru_cache(maxsize=1)
-def written_in(decoder: Decoder) -> dict[str, int]:
-    """For each layer tensor, by the model's name, the layer whose file holds it: the layer that solves it, else the
-    first that uses it.
-    """
-    first: dict[str, int] = {}
-    for layer in range(len(decoder)):
-        for name in decoder.layer_tensors(layer).values():
-            first.setdefault(name, layer)
-    return first | solved_in(decoder)
+    def _head_tokens(
+        self, head: LinearMap, task: int, rows: slice, streams: Streams, report: Progress
+    ) -> Iterator[Tokens]:
+        """The head's inputs in the merged model, and what some rows of the task's model's head make of that model's."""
+        decoder, owner, tail = self.decoder, self.owners[task], tail_tensors(self.decoder)
+        merged_tail, own_tail = (read_edges(decoder, model, tail) for model in (self.anchor, owner))
+        own = head.matrix(read_edges(decoder, owner, [head.weight]))[rows]
+        for number, batch in streams.batches_of(task):
+            given = batch.unpadded(head_input(decoder, streams.hidden(MERGED, number), merged_tail))
+            own_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), own_tail))
+            yield Tokens(given, own_given @ own.T, batch.samples, batch.join(self.setting.weights))
+            if rows.start == 0:
+                report(len(batch.rows))
 
 
 def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
     """The shapes of the tensors that a layer's file holds, by the model's names."""
-    names, state, written = decoder.layer_tensors(layer), decoder.layers[layer].state_dict(), written_in(decoder)
-    return {name: state[key].shape for key, name in names.items() if written[name] == layer}
+    state = decoder.layers[layer].state_dict()
+    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from tqdm import tqdm
 
+from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.partial import Partial, run_of
-from mergekit_slta.errors import SltaError
+from mergekit_slta.engine.progress import progress_bar
+from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.answers import token_weights
-from mergekit_slta.featcal.merge import ERRORS, feature_merge, layer_shapes, stages, written_in
-from mergekit_slta.featcal.solvable import require_solvable
+from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages
 from mergekit_slta.files import digest
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
+from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.trace import on_device
+from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
@@ -31,7 +32,10 @@ from mergekit_slta.slta.matching import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 15  # changes with the folder's content and with the way that layers are solved
+# Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
+# of prompts are often many and alike: a system prompt is the same in every sample.
+ANSWER_WEIGHT = 8.0
+FORMAT = 16  # changes with the folder's content and with the way that layers are solved
 
 
 class SolvedModel:
@@ -47,6 +51,8 @@ class SolvedModel:
         self.decoder = decoder
         self.layout = layout or Layout(decoder.model, decoder.tensor_names)
         self._partial = partial
+        layers = ((layer, decoder.layer_tensors(layer)) for layer in range(len(decoder)))
+        self._layers = {name: layer for layer, names in layers for name in names.values()}
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
@@ -67,7 +73,7 @@ class SolvedModel:
             return self.layout.restore(name, solved)
 
     def _file(self, target: str) -> Path:
-        layer = written_in(self.decoder).get(target)
+        layer = self._layers.get(target)
         return self._partial.edges_file if layer is None else self._partial.layer_file(layer)
 
     def is_language(self, name: str) -> bool:
@@ -75,18 +81,17 @@ class SolvedModel:
         piece = self.layout.pieces.get(name)
         return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
-    def errors(self) -> dict[str, torch.Tensor]:
-        """The errors [layers, tasks] of the merged model's and the anchor's layer outputs on each task.
+    def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
+        """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.
 
-        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's. The
-        anchor's errors are measured only for a report.
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
         """
-        found: dict[str, list[torch.Tensor]] = {name: [] for name in ERRORS.values()}
+        errors, ridges = [], []
         for layer in range(len(self.decoder)):
             with safe_open(self._partial.layer_file(layer), "pt") as tensors:
-                for name in set(found) & set(tensors.keys()):
-                    found[name].append(tensors.get_tensor(name))
-        return {name: torch.stack(errors) for name, errors in found.items() if errors}
+                errors.append(tensors.get_tensor(ERRORS))
+                ridges.append(tensors.get_tensor(RIDGES).tolist())
+        return torch.stack(errors), ridges
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -102,17 +107,58 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
     content = local_identity(experiment, fingerprint(experiment, data))
-    asked = settings.model_dump(include={"ridge", "anchor", "head"})
-    asked |= {"compare": bool(settings.report), "format": FORMAT}
-    asked |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
-    asked |= {"anchor_settings": ActmatSettings().model_dump()} if settings.anchor == "actmat" else {}
-    content |= asked | {"weights": digest([row.tolist() for row in weights])}
+    head = head_to_solve(experiment)
+    content |= {"ridge": settings.ridge, "head": head is not None, "anchor": ActmatSettings().model_dump()}
+    content |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
+    content |= {"format": FORMAT, "weights": digest([row.tolist() for row in weights])}
     partial.begin(content, experiment.ranks, replace=True)
     complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:
-        _solve(experiment, settings, decoder, tasks, weights, partial)
+        _solve(experiment, settings, decoder, tasks, weights, head, partial)
     return SolvedModel(decoder, partial, experiment.layout)
+
+
+def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
+    """The weights [S] of the tokens of every sample of every task, in their order.
+
+    A token belongs to an answer if the next token of the answer is predicted from it, or if it is the answer's last.
+    """
+    weights = []
+    for task in data:
+        for row, answer in zip(task.token_ids, task.answers, strict=True):
+            weights.append(torch.ones(len(row)))
+            if answer:
+                weights[-1][answer[0] - 1 : answer[1]] = ANSWER_WEIGHT
+    return weights
+
+
+def require_solvable(experiment: Experiment) -> None:
+    """Refuse, by an SltaError, layers that cannot be run one at a time, and vocabularies of different sizes."""
+    groups_by_layer(experiment.decoder)
+    fix = "use 'merge_method: slta', which keeps the base model's embeddings"
+    refuse(f"The {other}: {fix}." for other in other_vocabularies(experiment.pairs))
+
+
+def head_to_solve(experiment: Experiment) -> LinearMap | None:
+    """The output head, by the model's names; None if it is tied, or if it cannot be solved, which is said."""
+    head = output_head(experiment.decoder)
+    if head is None:
+        return None
+    why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
+    if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
+        why = "mergekit changes its rows to those of the recipe's 'tokenizer'"
+    if why:
+        LOG.warning("The output head stays the experts' mean, because %s.", why)
+    return None if why else head
+
+
+def _changes_rows(experiment: Experiment) -> bool:
+    """Whether mergekit changes the rows of the models' embeddings."""
+    recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
+    if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
+        return True
+    return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
 
 
 def _solve(
@@ -121,20 +167,14 @@ def _solve(
     decoder: Decoder,
     tasks: Tasks,
     weights: Sequence[torch.Tensor],
+    head: LinearMap | None,
     partial: Partial,
 ) -> None:
-    head = settings.head and output_head(decoder) is not None
-    experiment.check_edges(experts=head or settings.averages_edges)
-    if settings.head and not head:
-        LOG.warning("The output head is tied to the embedding, so 'head' is off and the head stays the anchor's.")
-    anchor = _anchor(experiment, settings, decoder)
-    total = stages(decoder, settings.head) * share(decoder, tasks, settings.batch_tokens, experiment.ranks)
-    with tqdm(total=total, desc="Solving", unit="sample", leave=False, disable=experiment.quiet) as bar:
-
-        def progress(stage: str, samples: int) -> None:
-            bar.set_description(f"Solving {stage}", refresh=False)
-            bar.update(samples)
-
+    models = [experiment.base, *experiment.experts]
+    experiment.check_edges(experts=True)
+    anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
+    total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
+    with progress_bar("Solving", models, total, experiment.quiet) as progress:
         feature_merge(
             decoder,
             anchor,
@@ -144,19 +184,10 @@ def _solve(
             keep_weight=experiment.recipe.keep_weight,
             weights=weights,
             ridge=None if settings.ridge == "auto" else settings.ridge,
-            head=settings.head,
-            compare=bool(settings.report),
-            batch_tokens=settings.batch_tokens,
+            head=head,
             ranks=experiment.ranks,
             progress=progress,
         )
-
-
-def _anchor(experiment: Experiment, settings: FeatcalSettings, decoder: Decoder) -> Blend:
-    models = [experiment.base, *experiment.experts]
-    if settings.anchor != "actmat":
-        return Blend(models)
-    return ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
 
 
 def resumable_bytes(partial: Path, experts: Sequence[str | None]) -> int:

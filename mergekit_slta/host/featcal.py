@@ -8,8 +8,6 @@ import torch
 from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.featcal.merge import ANCHOR, ERRORS
-from mergekit_slta.featcal.passage import MERGED
 from mergekit_slta.featcal.scratch import SolvedModel, solve_model
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
@@ -29,9 +27,9 @@ class FeatcalMerge(Merge):
         experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings, partial)
-        errors, recipe = solved.errors(), experiment.recipe
+        (errors, ridges), recipe = solved.measured(), experiment.recipe
         names = [*short_names([published_name(own.reference) for own in recipe.experts]), "the base model"]
-        last = zip(names, errors[ERRORS[MERGED]][-1].tolist(), strict=False)
+        last = zip(names, errors[-1].tolist(), strict=False)
         self.kept = "Distance of the merge's features from each model's own after the last layer, on its prompts (0% "
         self.kept += "is the model itself, lower is better): "
         self.kept += ", ".join(f"{name} {as_percentage(error)}" for name, error in last) + "."
@@ -39,9 +37,7 @@ class FeatcalMerge(Merge):
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
             models = [published_name(task.reference) for task in experiment.recipe.tasks]
-            merged, anchor = errors[ERRORS[MERGED]], errors[ERRORS[ANCHOR]]
-            page = drift_page(merged, anchor, models, settings)
-            self.page = write_report(settings.report, "featcal.html", page)
+            self.page = write_report(settings.report, "featcal.html", drift_page(errors, ridges, models, settings))
         self._solved = solved
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
@@ -52,8 +48,7 @@ class FeatcalMerge(Merge):
         tensor = self._solved.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        settings = experiment.recipe.settings_of(FeatcalSettings)
-        if not (settings.averages_edges if self._solved.is_language(name) else settings.towers == "mean"):
+        if not self._solved.is_language(name):
             return base
         equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])

@@ -24,8 +24,7 @@ from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
-from mergekit_slta.host import registry
-from mergekit_slta.host.run import run
+from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models.merged_adapters import merge_adapter
 from mergekit_slta.recipe.configuration import model_inputs
 
@@ -60,7 +59,7 @@ def replaces(owner: Any, name: str, *parameters: str) -> Callable[[Callable[...,
 
 def install() -> None:
     """Register the methods and replace mergekit's functions; a second call changes nothing."""
-    registry.register()
+    register()
     for owner, name, replacement in _REPLACEMENTS:
         setattr(owner, name, replacement)
 
@@ -105,7 +104,7 @@ def get_architecture_info(
     mergekit's definitions, and the names that it takes from transformers, leave out heads that predict several tokens
     and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
-    method = registry.METHODS.get(config.merge_method)
+    method = METHODS.get(config.merge_method)
     own = method.architecture if method is not None else None
     return stock(config, options) if own is None else own
 

@@ -1,10 +1,12 @@
-"""A merge from the check to the model card, of which mergekit's own ``run_merge`` is one step."""
+"""The merge methods, and a merge from the check to the model card, of which mergekit's ``run_merge`` is one step."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
+import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,19 +19,36 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_slta.checks import examine
+from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import SltaError, files_named, one_line, suggestion
+from mergekit_slta.errors import SltaError, files_named, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.host.afterword import afterword
-from mergekit_slta.host.registry import METHODS
+from mergekit_slta.host.actmat import ActmatMerge
+from mergekit_slta.host.featcal import FeatcalMerge
+from mergekit_slta.host.method import Merge, Method
+from mergekit_slta.host.sftm import SftmMerge
+from mergekit_slta.host.slta import SltaMerge
 from mergekit_slta.models.loaders import ONE_AT_A_TIME
+from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.output import card
-from mergekit_slta.output.companions import copy_companions, entry_files, set_aside
+from mergekit_slta.output.companions import entry_files, finish_folder
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
 LOG = logging.getLogger(__name__)
+
+# A new merge method is entered here.
+MERGES: tuple[type[Merge], ...] = (SltaMerge, FeatcalMerge, ActmatMerge, SftmMerge)
+METHODS = {kind.spec.name: Method(kind) for kind in MERGES}
+
+
+def register() -> None:
+    """Make the merge methods known to mergekit; a second call changes nothing."""
+    known = {method.spec.name for method in merge_methods.registered_methods()}
+    for name, method in METHODS.items():
+        if name not in known:
+            merge_methods.register(method)
 
 
 def run(
@@ -63,8 +82,10 @@ def run(
             known = {method.spec.name for method in merge_methods.registered_methods()}
             if config.merge_method not in known and (near := suggestion(config.merge_method, known)):
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
-            stock(config, out, MergeOptions(**options), source)
+            stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
             return
+        if source:  # of which mergekit's own reader silently drops repeated and misspelt keys
+            content = Recipe.parse(source, "The recipe").content
         with joined_ranks() as ranks, files_named("mend that and run the command again"):
             _run(stock, Experiment(Recipe.from_config(config, content), ranks=ranks, **options), out, source)
 
@@ -76,37 +97,44 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
         click.echo(f"Note: {note}", err=True)
     partial = Partial(folder / PARTIAL_OF_MERGE)
     with partial.held(experiment.ranks):
-        lines = _merged(stock, experiment, folder, partial, source)
-    for line in lines if not experiment.quiet else ():
+        merge = METHODS[experiment.recipe.config.merge_method].kind(experiment)
+        unfinished = _merged(stock, experiment, merge, folder, partial, source)
+    for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
+    refuse(unfinished)
 
 
 def _merged(
-    stock: Callable[..., None], experiment: Experiment, folder: Path, partial: Partial, source: str | None
+    stock: Callable[..., None],
+    experiment: Experiment,
+    merge: Merge,
+    folder: Path,
+    partial: Partial,
+    source: str | None,
 ) -> list[str]:
-    """Merge into a folder that this process holds; what to say in the end."""
+    """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
     recipe, options = experiment.recipe, experiment.options
     experiment.open()
     models = (experiment.base, *experiment.experts)
     for model in models:
         model.open()  # from now on changes of its files are noticed
     experiment.adapt_loaders()
-    method = METHODS[recipe.config.merge_method]
-    merge = method.kind(experiment)
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []
-    before = entry_files(folder)
+    before = entry_files(folder, options.copy_tokenizer)
     if options.write_model_card:
         source = source or recipe.text  # as it is before mergekit rewrites it
-    with method.merging(merge):
-        stock(copy.deepcopy(recipe.config), str(folder), options, source)
+    with METHODS[recipe.config.merge_method].merging(merge):
+        # The last part of the folder's path is the card's title.
+        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, source)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in models:
         model.refuse_changes()
-    for file, _ in before.items() & entry_files(folder).items():
-        set_aside(file)  # programs would read it instead of the weights just written
-    copy_companions(recipe.config, recipe.tokenizer_source, options.copy_tokenizer, folder)
+    unfinished = finish_folder(experiment, folder)
+    for file, _ in before.items() & entry_files(folder, options.copy_tokenizer).items():
+        # Programs would read it instead of what was just written.
+        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
     card.renew_beside(folder, merge.solution)
     if source and options.write_model_card:
         try:
@@ -114,7 +142,7 @@ def _merged(
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
     partial.remove()
-    return list(afterword(experiment, merge, str(folder)))
+    return unfinished
 
 
 @contextlib.contextmanager
@@ -125,3 +153,44 @@ def joined_ranks() -> Iterator[Ranks]:
             logging.disable(logging.WARNING)
             transformers.utils.logging.disable_progress_bar()
         yield ranks
+
+
+# The words after a merge
+
+
+def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
+    """What is kept of each model, if the method knows it, the report's page, and the command that says more."""
+    if merge.kept:
+        yield merge.kept
+    if merge.page:
+        yield f"Report: {merge.page}"
+    yield from (f"Note: {note}" for note in endless(experiment))
+    if (recipe := _recipe_file(out)) is not None:
+        has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
+        command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]
+        yield f"Next: {shlex.join(command)}"
+
+
+def _recipe_file(out: str) -> str | None:
+    """The recipe that this process's command was given, or else mergekit's copy in the output folder, if any."""
+    context = click.get_current_context(silent=True)
+    given = context.params if context is not None and context.command.name in ("mergekit-yaml", "merge") else {}
+    if recipe := given.get("config_file") or given.get("recipe"):  # the command "merge" may be another program's
+        return str(recipe)
+    copied = Path(out) / card.RECIPE
+    return str(copied) if copied.is_file() else None
+
+
+def _options(experiment: Experiment) -> Iterator[str]:
+    """The merge's options that another command needs to find and run the same models."""
+    options = experiment.options
+    given = {"--transformers-cache": options.transformers_cache}
+    if any(reference.lora for reference in experiment.recipe.references):
+        given["--lora-merge-cache"] = options.lora_merge_cache
+    if options.device != "cpu":
+        given["--device"] = options.device
+    for name, value in given.items():
+        if value:
+            yield from (name, value)
+    if options.trust_remote_code:
+        yield "--trust-remote-code"

@@ -30,11 +30,9 @@ class SltaMerge(Merge):
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
-        experts = settings.edges == "mean" or settings.level == "model"
-        experiment.ranks.together(lambda: experiment.check_edges(experts))
-        self.solution, self._weights = solved(
-            experiment, measured_statistics(experiment, merge=(out / STATISTICS_OF_MERGE, partial))
-        )
+        experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
+        statistics = measured_statistics(experiment, merge=(out / STATISTICS_OF_MERGE, partial))
+        self.solution, self._weights = solved(experiment, statistics)
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)

@@ -59,10 +59,10 @@ def _weighted_part(
 class Blend:
     """A ``blend`` of the base model and the ``T`` experts that can be read like a checkpoint.
 
-    ``alpha`` gives the experts' weights by the model's name of a tensor; None is the base model alone.
+    ``alpha`` gives the experts' weights by the model's name of a tensor.
     """
 
-    def __init__(self, models: Sequence[Checkpoint], alpha: Alpha | None = None) -> None:
+    def __init__(self, models: Sequence[Checkpoint], alpha: Alpha) -> None:
         self.models = models
         self._alpha = alpha
 
@@ -70,13 +70,9 @@ class Blend:
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
-        models = self.models[:1] if self._alpha is None else self.models
-        return self.of(names, [own.read(names, model, device) for own in models])
+        return self.of(names, [own.read(names, model, device) for own in self.models])
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
         """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""
         base, *experts = tensors
-        alpha = self._alpha
-        if alpha is None:
-            return dict(base)
-        return blend(base, experts, lambda key: alpha(names[key]))
+        return blend(base, experts, lambda key: self._alpha(names[key]))

@@ -211,14 +211,13 @@ class Decoder:
     def first_of_kind(self) -> list[int]:
         """For each layer, the first layer with the same modules and shapes, which behaves alike.
 
-        A layer that shares modules with an earlier one is like no other: it may call those of their parts that are for
-        its number.
+        A layer that shares modules with others is like no other: it may call those of their parts that are for its
+        number.
         """
         kinds = []
         for number, layer in enumerate(self.layers):
-            path = f"{self.layers_path}.{number}."
-            own = all(name.startswith(path) for name in self.layer_tensors(number).values())
+            shared = self.shared_tensors.intersection(self.layer_tensors(number).values())
             modules = tuple((name, type(module)) for name, module in layer.named_modules())
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-            kinds.append((modules, shapes, None if own else number))
+            kinds.append((modules, shapes, number if shared else None))
         return [kinds.index(kind) for kind in kinds]

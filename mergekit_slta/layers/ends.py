@@ -109,7 +109,7 @@ def tail_problem(decoder: Decoder) -> str | None:
         why = first_line(error)
     return (
         f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
-        f"decoder layer alone ({why}). Use 'level: layer', or 'head: false' for featcal."
+        f"decoder layer alone ({why}). Use 'level: layer'."
     )
 
 

@@ -80,6 +80,22 @@ def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
     return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
 
 
+def is_numbered(module: str) -> bool:
+    """Whether a module, by its path, may be one of a mixture's experts that are modules of their own."""
+    return any(part.isdigit() for part in module.split("."))
+
+
+def takes_some_tokens(module: str, features: torch.Tensor, tokens: torch.Size) -> bool:
+    """Whether the features that a module is given may be those of some of the tokens [B, S], which nobody can tell.
+
+    Those of all are [B, S, ...], or [B, 1, S, D] for one head of an attention, or rows in the tokens' order.
+    """
+    if is_numbered(module):
+        return features.ndim < 3 or features.squeeze(1).shape[:2] != tokens
+    rows = features.shape[:-1].numel()
+    return (not rows or rows % tokens.numel() > 0) and (features.ndim < 3 or features.shape[0] != tokens[0])
+
+
 def is_fused(module: torch.nn.Module) -> bool:
     """Whether a module holds the experts of a mixture as three-dimensional parameters."""
     weight = getattr(module, "down_proj", None)

@@ -17,8 +17,9 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first 
 # A folder with one of the first three holds a tokenizer.
 TOKENIZER_FILES = (
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.*", "merges.txt", "chat_template*", "additional_chat_templates/*", "*.py",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 
 
 def adapter_headers(path: ModelPath, cache_dir: str | None = None) -> Headers:
@@ -57,7 +58,7 @@ def source_files(folder: Path, adapter: Path | None) -> list[Path]:
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
-    folder = hub.folder_with(TOKENIZER_FILES, path, cache_dir)
+    folder = hub.folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, "*.py"), path, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 

@@ -206,8 +206,7 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """Identify the model by its content, before an adapter is merged into it."""
-        cache = LoaderCache()
         self.open()
-        found = fingerprint_of(*source_folders(self.reference, cache.hf_cache_dir), cache.lora_merge_dtype)
+        found = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
         self.refuse_changes()
         return found

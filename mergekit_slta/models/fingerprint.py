@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from mergekit_slta.errors import reading
 from mergekit_slta.models.adapters import adapter_settings, adapter_weights
-from mergekit_slta.models.headers import weight_map
+from mergekit_slta.models.headers import unpickled, weight_map
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
@@ -26,16 +26,21 @@ _Entry = tuple[str, str, list[int], bytes]
 Stamps = dict[str, tuple[int, int, int]]
 
 
-def fingerprint_of(folder: str | Path, adapter: Path | None = None, dtype: str | None = None) -> str:
+def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
 
     Training changes nearly all bytes of a tensor. An edit of a few rows does not show; in files of this machine
-    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in the type ``dtype``.
+    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in whichever type.
     """
     content = _digest(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
     if adapter is None:
         return content
-    merged = [content, _digest(_sampled(adapter_weights(adapter))), adapter_settings(adapter), dtype]
+    merged = [
+        content,
+        _digest(_sampled(adapter_weights(adapter))),
+        adapter_settings(adapter),
+        None,
+    ]  # the last one was the type
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
 
 
@@ -67,15 +72,15 @@ def _sampled(path: Path) -> Iterator[_Entry]:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a file, mapped from it: the disk is read where a tensor is used."""
+    """Every tensor in a file, mapped from it where that is possible: the disk is read where a tensor is used."""
     if path.suffix == ".safetensors":
         with safetensors.safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
     else:
         with reading(path):
-            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        yield from content.get("state_dict", content).items()
+            tensors = unpickled(path, "cpu")
+        yield from tensors.items()
 
 
 @cache

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -178,12 +179,19 @@ def weight_map(folder: Path) -> dict[str, list[str]]:
     """The weight files that mergekit reads from a folder, each with its tensors' names if there is an index.
 
     Raises:
-        SltaError: the folder has no weights, or the index cannot be read or names missing files.
+        SltaError: the folder has no weights, or whole ones beside an index of others, or the index cannot be read or
+            names missing files.
     """
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
-            return _indexed_files(index)
+            files = _indexed_files(index)
+            if (folder / name).is_file() and name not in files:
+                raise SltaError(
+                    f"{folder / name} and {index} are two sets of weights, of which transformers reads the first and "
+                    "mergekit the second: remove the one that is not the model's."
+                )
+            return files
         if (folder / name).is_file():
             return {name: []}
     raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
@@ -226,11 +234,9 @@ def file_headers(path: Path) -> Headers:
     """
     with reading(path):
         if path.suffix != ".safetensors":
-            content = torch.load(path, map_location="meta", mmap=True, weights_only=True)
-            tensors = content.get("state_dict", content)
             return {
                 name: TensorHeader(tuple(tensor.shape), tensor.nbytes, not tensor.is_floating_point())
-                for name, tensor in tensors.items()
+                for name, tensor in unpickled(path, "meta").items()
             }
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -241,6 +247,13 @@ def file_headers(path: Path) -> Headers:
                 return {name: _header(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         except safetensors.SafetensorError as error:
             raise ValueError(f"it is truncated or damaged: {error}") from error
+
+
+def unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of a pickled checkpoint; torch can map only its newer format, which is an archive, from the file."""
+    content = torch.load(path, map_location=device, mmap=zipfile.is_zipfile(path), weights_only=True)
+    tensors: dict[str, torch.Tensor] = content.get("state_dict", content)
+    return tensors
 
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:

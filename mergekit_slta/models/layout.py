@@ -180,6 +180,12 @@ class Layout:
         assert source is not None
         return source.converter is None or _by_expert(source.converter)
 
+    def pieces_of(self, target: str, expert: int | None = None) -> list[Piece]:
+        """The stored tensors that make a tensor of the model, or the part of a mixture's expert."""
+        source = self._source(target)
+        assert source is not None
+        return [piece for piece in source.pieces if expert is None or piece.expert in (None, expert)]
+
     def read(self, target: str, load: Load, expert: int | None = None) -> torch.Tensor:
         """Read a tensor of the model, or the part of a mixture's expert, from the stored ones.
 
@@ -194,10 +200,8 @@ class Layout:
             whole = load(source.pieces[0].name)
             return whole if expert is None else whole[expert]
         one = expert is not None and _by_expert(source.converter)
-        pieces = [piece for piece in source.pieces if piece.expert == expert] if one else source.pieces
-        found = self._converted(
-            source.converter, source.targets[0], [(own.pattern, own.name, partial(load, own.name)) for own in pieces]
-        )
+        pieces = [(own.pattern, own.name, partial(load, own.name)) for own in self.pieces_of(target, expert)]
+        found = self._converted(source.converter, source.targets[0], pieces)
         whole = found[next(name for name in (target, *source.targets) if name in found)]
         return whole if expert is None else whole[0 if one else expert]
 

@@ -1,21 +1,31 @@
-"""Have mergekit merge a LoRA adapter into a folder named by the content of the adapter and its base model."""
+"""Merge a LoRA adapter into a folder named by the content of the adapter and its base model."""
 
 from __future__ import annotations
 
-import functools
 import os
+import re
 import shutil
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import peft
+import torch
+import transformers
 from filelock import FileLock
-from mergekit.common import ModelPath, ModelReference
+from mergekit.common import ModelPath, ModelReference, dtype_from_name, get_auto_cls
 from mergekit.io.tasks import LoaderCache
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
-from mergekit_slta.models.adapters import source_files, source_folders
+from mergekit_slta.models.adapters import adapter_folder, source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
+from mergekit_slta.models.headers import ADAPTER_CONFIG, listed
+from mergekit_slta.models.skeleton import model_tensor_name
 
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 
@@ -25,10 +35,16 @@ def adapter_option(references: Iterable[ModelReference]) -> str:
     return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
 
 
-_MERGED = getattr(ModelReference.merged, "__wrapped__", ModelReference.merged)  # mergekit's own
+def in_recipes_type(options: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """mergekit's options by name, with the type to merge adapters in, unless they name one.
+
+    It is the recipe's ``dtype`` where that is wide: a base model's own bfloat16 rounds half of a small change away.
+    Otherwise it is the base model's, as a narrower one would change the weights that the adapter leaves alone.
+    """
+    wide = dtype if (dtype or "").removeprefix("torch.") in ("float32", "float64") else None
+    return {**options, "lora_merge_dtype": options.get("lora_merge_dtype") or wide}
 
 
-@functools.wraps(_MERGED)
 def merge_adapter(
     self: ModelReference,
     cache_dir: str | None = None,
@@ -41,15 +57,16 @@ def merge_adapter(
     Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
 
     Raises:
-        SltaError: an adapter has no folder to be merged in.
+        SltaError: an adapter has no folder to be merged in, or does not fit its base model.
     """
     if self.lora is None:
-        return _MERGED(self, cache_dir, trust_remote_code, lora_merge_dtype)
+        return self
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
-    sources = source_folders(self, LoaderCache().hf_cache_dir)
-    content = [fingerprint_of(*sources, lora_merge_dtype), sorted(stamps(source_files(*sources)).values())]
+    cache = LoaderCache().hf_cache_dir
+    base, adapter = source_folders(self, cache)[0], adapter_folder(self.lora, cache)
+    content = [fingerprint_of(base, adapter), lora_merge_dtype, sorted(stamps(source_files(base, adapter)).values())]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +75,110 @@ def merge_adapter(
                 part = folder.with_name(f"{folder.name}.partial")
                 shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
                 try:
-                    os.replace(_MERGED(self, str(part), trust_remote_code, lora_merge_dtype).model.path, folder)
+                    model = get_auto_cls(self.config(trust_remote_code).architectures[0]).from_pretrained(
+                        self.model.path,
+                        revision=self.model.revision,
+                        dtype=dtype_from_name(lora_merge_dtype),
+                        trust_remote_code=trust_remote_code,
+                    )
+                    tensors = peft.load_peft_weights(str(adapter), device="cpu")
+                    adapted(model, self, adapter, tensors).merge_and_unload().save_pretrained(part)
+                    os.replace(part, folder)
                 finally:
                     shutil.rmtree(part, ignore_errors=True)
     return ModelReference(model=ModelPath(path=str(folder)))
+
+
+_TRAINED = "base_model.model."  # what peft puts before the names of a model's modules
+
+
+def names_in(model: transformers.PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The names of an adapter's tensors, each with its name where the adapter is one of this model.
+
+    A text model and the language tower of a multimodal one have other names for the same modules.
+    """
+    known = {*(path for path, _ in model.named_modules()), *model.state_dict()}
+    homes = {name: target_of(name) for name in names}
+    places = {home: model_tensor_name(home, known, model.base_model_prefix) or home for home in homes.values()}
+    return {name: name.replace(home, places[home], 1) for name, home in homes.items()}
+
+
+def target_of(name: str) -> str:
+    """The module that a tensor of a LoRA adapter changes; a tensor that an adapter holds whole."""
+    # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
+    return name.removeprefix(_TRAINED).partition(".lora_")[0].removesuffix(".base_layer")
+
+
+def adapted(
+    model: transformers.PreTrainedModel, reference: ModelReference, folder: Path, tensors: Mapping[str, torch.Tensor]
+) -> peft.PeftModel:
+    """Put an adapter's tensors into a model, which is changed; both may be on the meta device.
+
+    Raises:
+        SltaError: the adapter has a tensor that does not fit the model, or lacks one.
+    """
+    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
+    if empty or not tensors:
+        holds = f"empty tensors ({listed(sorted(empty))})" if empty else "no tensors"
+        raise SltaError(
+            f"The adapter {reference.lora} holds {holds}: it was saved without gathering its shards, save it again."
+        )
+    names, is_meta = names_in(model, tensors), next(model.parameters()).is_meta
+    cure = "name the model that it was trained on"
+    if any(re.search(r"\.experts\.\d", name) for name in names):
+        cure = "train it on all experts and all of their maps, which transformers keeps in one tensor"
+    sentence = reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure)
+    with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        if is_meta and hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # others compute with the weights
+        own = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+        if any(before != after for before, after in names.items()):
+            _rename_targets(config, names)
+        whole = peft.PeftModel(model, config, low_cpu_mem_usage=is_meta)
+        renamed = {names[name]: tensor for name, tensor in tensors.items()}
+        try:
+            loaded: Any = peft.set_peft_model_state_dict(whole, renamed, low_cpu_mem_usage=is_meta)
+        except KeyError as error:
+            raise ValueError(f"it lacks {error.args[0]}, which its {ADAPTER_CONFIG} names") from error
+        except RuntimeError as error:
+            raise _misfit(error, reference, model) from error
+        if loaded.unexpected_keys:
+            raise ValueError(f"it adapts {_targets(loaded.unexpected_keys)}, which that model lacks")
+        state = whole.state_dict(keep_vars=True)
+        filled = {id(state[name]) for name in state.keys() - set(loaded.missing_keys)}  # some kinds share tensors
+        if lacking := [name for name in loaded.missing_keys if own and own in name and id(state[name]) not in filled]:
+            raise ValueError(f"it lacks tensors of {_targets(lacking)}, which its {ADAPTER_CONFIG} names")
+    return whole
+
+
+def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.PreTrainedModel) -> Exception:
+    """What torch says about tensors of other shapes, in fewer words."""
+    sizes = re.findall(r"size mismatch for (\S+): .*?\[(.*?)\].*?\[(.*?)\]", str(error))
+    pairs = {pair for _, *both in sizes for pair in zip(*(shape.split(", ") for shape in both), strict=False)}
+    differing = {own: wanted for own, wanted in pairs if own != wanted}
+    rows = str(getattr(model.config.get_text_config(), "vocab_size", ""))
+    if list(differing.values()) == [rows]:
+        (trained,) = differing
+        return SltaError(
+            f"The adapter {reference.lora} was trained with a vocabulary of {trained} tokens and {reference.model} has "
+            f"{rows}: save that model after resize_token_embeddings({trained}), and name the copy in its place."
+        )
+    return ValueError(f"its matrices for {_targets(name for name, *_ in sizes)} have other sizes") if sizes else error
+
+
+def _targets(names: Iterable[str]) -> str:
+    return listed(sorted(set(map(target_of, names))))
+
+
+def _rename_targets(config: Any, names: Mapping[str, str]) -> None:
+    """Have an adapter's configuration name the modules that its tensors were renamed to, and no others."""
+    homes = {target_of(old): target_of(new) for old, new in names.items() if ".lora_" in old}
+    for name in ("rank_pattern", "alpha_pattern"):
+        given = getattr(config, name, None) or {}
+        known = ((new, get_pattern_key(list(given), old)) for old, new in homes.items())
+        setattr(config, name, {re.escape(new): given[key] for new, key in known if key in given} | given)
+    if config.target_modules:
+        config.target_modules = {new for old, new in homes.items() if check_target_module_exists(config, old)}
+    config.exclude_modules = config.layers_to_transform = None  # they have been obeyed

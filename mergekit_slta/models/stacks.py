@@ -57,14 +57,6 @@ class ExpertStack(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def in_parts(compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Compute a tensor from tensors of one shape; of a mixture's experts, each part when it is used."""
-    first = tensors[0]
-    if not isinstance(first, ExpertStack):
-        return compute(*tensors)
-    return ExpertStack(first.shape, first.device, lambda expert: compute(*(own[expert] for own in tensors)))
-
-
 def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
     """A stack whose parts are copied from a tensor [E, ...] on the host when they are used."""
     return ExpertStack(host.shape, device, lambda expert: host[expert].to(device))

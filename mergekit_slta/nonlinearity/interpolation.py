@@ -19,8 +19,8 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.ends import logit_tensors
-from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.levels import submodule_name
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.calibrate import Grams, logit_grams
 from mergekit_slta.slta.features import LayerFeatures
@@ -65,7 +65,8 @@ class Interpolation(Accumulator[Grams]):
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        no_runs = {"linear"} if linear_maps(self.decoder.layers[layer]) else set()
+        is_whole = layer_submodules(self.decoder, "linear", layer) == [submodule_name(layer)]
+        no_runs = set[str]() if is_whole else {"linear"}
         features, maps = (
             LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in own])
             for own in ({*self.levels} - no_runs, no_runs)
@@ -86,7 +87,7 @@ class Interpolation(Accumulator[Grams]):
                 for name, grams in maps.grams(maps.run_base(hidden, call), hidden, call, batch.lengths):
                     measured[name][rows] = self.settings @ grams @ self.settings.T
             streams.set_output(BASE, number, base.output, base.state)
-            report(len(rows) * passes_per_sample(len(self.settings), self.levels))
+            report(len(rows))
         self._keep(measured)
         return {}
 

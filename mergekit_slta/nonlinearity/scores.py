@@ -12,13 +12,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import SupportsIndex
+from typing import SupportsIndex, Unpack
 
 import torch
-from tqdm import tqdm
 
-from mergekit_slta.engine.batches import Tasks
+from mergekit_slta.engine.batches import Tasks, share
 from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.progress import layer_bar
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
@@ -27,7 +27,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
 from mergekit_slta.nonlinearity.result import Linearity, Value
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 
 LOG = logging.getLogger(__name__)
@@ -155,7 +155,6 @@ class Plan:
     tasks: Tasks
     levels: Sequence[str]
     studies: Sequence[Study]
-    batch_tokens: int = 0
     ranks: Ranks = field(default_factory=Ranks)
 
     @property
@@ -174,30 +173,25 @@ class Plan:
         )
 
     def measure(self, quiet: bool = True) -> Linearity:
-        """Measure one study after the other; a progress bar shows the passes of this process, unless ``quiet``.
+        """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``.
 
         Raises:
             SltaError: a level does not apply to the models, or one sample does not fit into memory.
         """
         layers = range(len(self.decoder))
         result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
-        with tqdm(
-            desc="Measuring linearity",
-            total=self.passes * len(layers) // self.ranks.count,
-            unit="pass",
-            unit_scale=1 / len(layers),
-            leave=False,
-            disable=quiet or not self.ranks.first,
-        ) as bar:
-            for study in self.studies:
-                inputs = self.decoder, self.models, self._tasks_of(study), self.ranks, self.levels, study.settings
-                grams = pass_layers(Interpolation(*inputs), batch_tokens=self.batch_tokens, progress=bar.update)
-                members = tuple(self.names[expert] for expert in study.experts)
-                group = "+".join(members)
-                result.members[group] = members
-                for level in self.levels:
-                    names = [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
-                    _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
+        for number, study in enumerate(self.studies, 1):
+            tasks, doing = self._tasks_of(study), f"Measuring linearity, study {number} of {len(self.studies)}"
+            interpolation = Interpolation(self.decoder, self.models, tasks, self.ranks, self.levels, study.settings)
+            prompts = share(self.decoder, tasks, self.ranks)
+            with layer_bar(doing, self.models, len(layers), prompts, quiet or not self.ranks.first) as progress:
+                grams = pass_layers(interpolation, progress=progress)
+            members = tuple(self.names[expert] for expert in study.experts)
+            group = "+".join(members)
+            result.members[group] = members
+            for level in self.levels:
+                names = [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+                _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
         return result
 
     def _tasks_of(self, study: Study) -> Tasks:
@@ -210,12 +204,7 @@ def linearity(
     samples: int | SupportsIndex = 5,
     pairs: bool = True,
     triples: bool = False,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Linearity:
     """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
 
@@ -225,11 +214,7 @@ def linearity(
         samples: how many records of each expert's calibration data are used.
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         Every score by level, expert or merge, and submodule; printed, it is a table.
@@ -238,7 +223,7 @@ def linearity(
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
             the models, or one sample does not fit into memory.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
     plan = plan_linearity(experiment, chosen, samples=whole_number("samples", samples), pairs=pairs, triples=triples)
     LOG.info("%s.", plan)
@@ -255,7 +240,7 @@ def plan_linearity(
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     decoder = on_device(experiment.decoder, experiment.device)
-    return Plan(decoder, models, names, tasks, levels, studies, experiment.settings.batch_tokens, experiment.ranks)
+    return Plan(decoder, models, names, tasks, levels, studies, experiment.ranks)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

@@ -54,9 +54,9 @@ def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         OSError: a file cannot be written.
     """
     if solution is not None:
-        from mergekit_slta.reports.merge import alpha_map  # which imports matplotlib
+        from mergekit_slta.figures import Picture  # which imports matplotlib
 
-        files.write(folder / ALPHA_FIGURE, alpha_map(solution).picture.png())
+        files.write(folder / ALPHA_FIGURE, Picture(solution.plot()).png())
     files.write(folder / CARD, merge_card(folder, config, recipe, solution).encode())
 
 

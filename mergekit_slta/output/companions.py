@@ -1,59 +1,134 @@
-"""The files beside a merged model's weights: those that mergekit 0.1.5 does not copy, and those of an earlier merge.
+"""The files beside a merged model's weights, finished when mergekit has written what it writes.
 
-mergekit downloads ``*.json`` and ``tokenizer.model`` only, and copies the files of a tokenizer that it knows by name.
+mergekit 0.1.5 copies some files of the base model by their names, and writes configurations and tokenizers in the form
+of this transformers alone.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit.config import MergeConfiguration
+from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 
+from mergekit_slta import files
+from mergekit_slta.checks.tokenizers import GENERATION, end_of_turn, json_file, stop_ids
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
+from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import WEIGHT_FILES
-
-LOG = logging.getLogger(__name__)
+from mergekit_slta.recipe.experiment import Experiment
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
-GENERATION = ("generation_config.json",)  # names tokens by their ids
-MORE_TOKENIZER_FILES = ("chat_template.jinja", "additional_chat_templates/*.jinja", "tekken.json")
-CODE = ("*.py",)
+CODE = "*.py"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def copy_companions(config: MergeConfiguration, tokenizer_source: Any, copy_tokenizer: bool, folder: Path) -> None:
-    """Copy the base model's files that fit the tokenizer of the merged model into its folder.
+def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
+    """Give a merged folder the files of the base model, and those of the model whose token ids it has.
 
-    ``tokenizer_source`` is None if that is the base model's. The weights are written by now: a failure is a warning.
+    Returns:
+        A sentence for each thing that could not be done; the weights are written by now.
     """
-    assert config.base_model is not None
-    patterns, base = [*PROCESSOR, *CODE], config.base_model.model
-    if tokenizer_source in (None, "base"):
-        patterns += GENERATION
-    if tokenizer_source is None and not config.chat_template and copy_tokenizer:
-        patterns += MORE_TOKENIZER_FILES
+    recipe, owner = experiment.recipe, experiment.recipe.tokenizer_owner
+    base, made, template = recipe.base.model, recipe.tokenizer_source is not None, bool(recipe.config.chat_template)
+    (folder / GENERATION).unlink(missing_ok=True)  # of an earlier merge
+    problems = [*_copies((*PROCESSOR, CODE), base, folder), *_copies((GENERATION,), owner.model, folder)]
     try:
-        source = hub.folder_with(patterns, base, LoaderCache().hf_cache_dir)
-        if not any(b'"auto_map"' in file.read_bytes() for file in source.glob("*config.json")):
-            patterns = [pattern for pattern in patterns if pattern not in CODE]  # programs that are no model's
-        for file in sorted(file for pattern in patterns for file in source.glob(pattern)):
-            copy = folder / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+        config = json_file(folder / "config.json")
+        restore(json_file(_folder(("config.json",), base) / "config.json"), config)
+        _write(folder / "config.json", config)
+        if not made and not experiment.options.copy_tokenizer:
+            return problems
+        written: Any = made or template
+        written = written and experiment.tokenizer(ModelReference(model=ModelPath(path=str(folder))))
+        if not made or written.get_vocab() == experiment.tokenizer(owner).get_vocab():
+            problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
+        if made or template:
+            _older_tokenizer(folder, template)
+        if template or owner != recipe.base:
+            _name_tokens(written, _folder((GENERATION, "config.json"), owner.model), folder)
+    except (*hub.HUB_ERRORS, SltaError) as error:
+        problems.append(f"{folder} has not all settings of {owner} ({first_line(error)}): compare them yourself.")
+    return problems
+
+
+def _folder(patterns: Sequence[str], model: ModelPath) -> Path:
+    return hub.folder_with(patterns, model, LoaderCache().hf_cache_dir)
+
+
+def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator[str]:
+    """Copy the files of a model that fit patterns, each in the place of an earlier one; say which could not be."""
+    try:
+        source = _folder(patterns, model)
     except hub.HUB_ERRORS as error:
-        LOG.warning("Copy %s from %s yourself: %s", ", ".join(patterns), base, hub.reason(error))
+        yield f"Copy {', '.join(patterns)} from {model} to {folder} yourself: {hub.reason(error)}."
+        return
+    if not any(b'"auto_map"' in file.read_bytes() for file in source.glob("*config.json")):
+        patterns = [pattern for pattern in patterns if pattern != CODE]  # programs that are no model's
+    for file in sorted(file for pattern in patterns for file in source.glob(pattern)):
+        copy = folder / file.relative_to(source)
+        try:
+            copy.parent.mkdir(exist_ok=True)
+            with files.replacing(copy) as beside:
+                shutil.copyfile(file, beside)  # not its mode, which may forbid the next merge to write
+        except OSError as error:
+            yield f"Copy {file} to {copy} yourself: {first_line(error)}."
 
 
-def entry_files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """The files by which programs find a model's weights in a folder, with inode and time."""
-    found = (folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json"))
+def restore(base: dict[str, Any], merged: dict[str, Any]) -> None:
+    """Add the entries of the base model's configuration that transformers has written in its newer form alone.
+
+    Other programs, and older versions of transformers, read ``rope_theta`` but not ``rope_parameters``.
+    """
+    newer = {**merged.get("text_config", {}), **merged}
+    for key, value in base.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            restore(value, merged[key])
+        elif not key.startswith("_"):  # such as the path that the base model was loaded from
+            merged.setdefault(key, newer.get(key.removeprefix("torch_"), value))  # the type is not the base model's
+
+
+def _older_tokenizer(folder: Path, template: bool) -> None:
+    """Write a tokenizer's settings in the form that transformers 4 reads too, with the chat template of the recipe."""
+    path, jinja = folder / TOKENIZER_FILES[0], folder / CHAT_TEMPLATES[0]
+    settings = json_file(path)
+    if template and jinja.is_file():
+        settings["chat_template"] = jinja.read_text(encoding="utf-8")
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by its older name
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    _write(path, settings)
+
+
+def _name_tokens(tokenizer: Any, source: Path, folder: Path) -> None:
+    """Name in the configurations the tokens of the model in ``source``, which the merged model has its tokenizer from.
+
+    It stops where that model does, and where its own chat template ends a turn.
+    """
+    given, stops = json_file(source / "config.json"), stop_ids(source) or [tokenizer.eos_token_id]
+    if end := end_of_turn(tokenizer):
+        stops = list(dict.fromkeys([tokenizer.convert_tokens_to_ids(end), *stops]))
+    eos = {"eos_token_id": stops if len(stops) > 1 else stops[0]}
+    ids = {key: given[key] for key in TOKEN_IDS if key in given} | eos
+    config, generation = json_file(folder / "config.json"), json_file(folder / GENERATION)
+    if "text_config" in config:
+        config["text_config"] |= {key: value for key, value in ids.items() if key in config["text_config"]}
+    _write(folder / "config.json", config | ids)
+    _write(folder / GENERATION, ids | generation | eos)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    files.write(path, f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode())  # as transformers does
+
+
+def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
+    """The files by which programs find a model's weights, and its chat template, in a folder, with inode and time."""
+    found = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
+    found += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
     return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found if file.is_file()}
-
-
-def set_aside(file: Path) -> None:
-    """Give a file of an earlier merge another name, if it exists."""
-    if file.is_file():
-        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))

@@ -19,11 +19,14 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta import files
 from mergekit_slta.checks.tensors import complete_checkpoints
+from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
-from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
+from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.output import card
+from mergekit_slta.output.companions import PROCESSOR
 from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
@@ -33,10 +36,7 @@ from mergekit_slta.tables import Paragraphs, as_size
 PUBLISHED = (
     *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
-    *("*processor_config.json", "audio_tokenizer_config.json"),
+    *(*TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR),
     *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),
     *("LICENSE-CODE", "LICENSE-MODEL"),
 )
@@ -113,15 +113,14 @@ def publish(
         raise SltaError(f"'{repository}' is no repository's name on the Hub: write ORG/NAME.")
     if not folder.is_dir():
         raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
-    if (folder / PARTIAL_OF_MERGE).exists():
-        raise SltaError(f"The merge into {folder} is not finished: run it again, it goes on where it ended.")
+    require_finished(folder)
     tokenizer, recipe = _checked(folder, trust_remote_code, quiet)
     notes = []
     if not tokenizer.chat_template:
         notes.append(
             "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
-            "a chat model, copy the file chat_template.jinja from its folder or Hub page into the folder "
-            f"{folder}; else there is nothing to do."
+            "a chat model, merge again with 'tokenizer: {source: EXPERT}', which brings its template and the tokens "
+            "that it writes; else there is nothing to do."
         )
     paths = dict.fromkeys(path.path for path in card.model_paths(recipe.config))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:

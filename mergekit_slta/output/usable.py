@@ -6,8 +6,6 @@ No weights are read: transformers loads the folder onto the meta device, and the
 from __future__ import annotations
 
 import copy
-import json
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +15,13 @@ from typing import Any
 import torch
 import transformers
 
+from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.errors import first_line
 from mergekit_slta.models.headers import Model, listed
 from mergekit_slta.models.layout import OLD_BUFFER
-from mergekit_slta.output.companions import GENERATION, PROCESSOR
+from mergekit_slta.output.companions import PROCESSOR
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-
-
-_PREDICTION = re.compile(r"mtp|nextn")  # entries of a configuration on the head that predicts several tokens
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,6 @@ def loading_problems(base: Model, folder: Path, named: Collection[str] = ()) -> 
             f"{listed(lost)} of {base} are missing: transformers does without them, but programs that predict several "
             "tokens at once do not."
         )
-    if dropped := sorted(_prediction_settings(base.config.to_dict()) - _prediction_settings(_json(folder))):
-        yield f"The folder's config.json lacks {listed(dropped)} of {base}, without which programs drop these tensors."
 
 
 def lacking_files(base: Path, folder: Path, own_tokenizer: bool, own_template: bool) -> Iterator[str]:
@@ -78,7 +72,7 @@ def lacking_files(base: Path, folder: Path, own_tokenizer: bool, own_template: b
     """
     wanted = {file.name for pattern in PROCESSOR for file in base.glob(pattern)}
     if not own_tokenizer:
-        wanted |= {name for name in (*GENERATION, "tokenizer.model") if (base / name).is_file()}
+        wanted |= {name for name in (GENERATION, "tokenizer.model") if (base / name).is_file()}
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json")):
             wanted |= {name for name in ("tokenizer.json", "tokenizer_config.json") if (base / name).is_file()}
     if lacking := sorted(name for name in wanted if not (folder / name).is_file()):
@@ -120,22 +114,6 @@ def _silent_transformers() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _prediction_settings(config: dict[str, Any], prefix: str = "") -> set[str]:
-    """The entries on multi-token prediction that are set, those of a part by dotted names."""
-    found = set[str]()
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= _prediction_settings(value, f"{prefix}{name}.")
-        elif _PREDICTION.search(str(name)) and value:
-            found.add(prefix + name)
-    return found
-
-
 def _has_template(folder: Path) -> bool:
     files = [folder / name for name in CHAT_TEMPLATES if (folder / name).is_file()]
     return any('"chat_template"' in file.read_text(encoding="utf-8") or file.suffix == ".jinja" for file in files)
-
-
-def _json(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return content

@@ -3,32 +3,56 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
+from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of, first_line, refuse
+from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
+from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.loaders import adapt_loaders
+from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
+
+
+class Options(TypedDict, total=False):
+    """The options of a run, which every function that opens models takes, with mergekit's meanings.
+
+    Attributes:
+        device: where to compute: "cpu" (the default), "cuda", or a GPU such as "cuda:1".
+        trust_remote_code: run the Python code that comes with a model (dangerous).
+        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
+        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
+        quiet: no progress bars and no notes.
+    """
+
+    device: str | torch.device
+    trust_remote_code: bool
+    lora_merge_cache: str | None
+    transformers_cache: str | None
+    quiet: bool
 
 
 class Experiment:
@@ -52,10 +76,11 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        self.options = MergeOptions(**plain_values(options))
+        self.options = MergeOptions(**in_recipes_type(plain_values(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self._models: dict[ModelReference, Model | SltaError] = {}
+        self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
 
     @property
@@ -98,14 +123,15 @@ class Experiment:
     @cached_property
     def base(self) -> Checkpoint:
         """The base model's weights."""
-        return self._checkpoint(self.recipe.base)
+        return self.checkpoint(self.recipe.base)
 
     @cached_property
     def experts(self) -> list[Checkpoint]:
         """The experts' weights, in the recipe's order."""
-        return [self._checkpoint(expert.reference) for expert in self.recipe.experts]
+        return [self.checkpoint(expert.reference) for expert in self.recipe.experts]
 
-    def _checkpoint(self, reference: ModelReference) -> Checkpoint:
+    def checkpoint(self, reference: ModelReference) -> Checkpoint:
+        """A model's weights."""
         checkpoint = Checkpoint(reference, self.trust_remote_code)
         checkpoint.config = self.model(reference).config
         return checkpoint
@@ -130,11 +156,11 @@ class Experiment:
     @cached_property
     def layout(self) -> Layout:
         """How the base model's checkpoint, its adapter merged, stores the model."""
-        shapes = {name: header.shape for name, header in self._stored.items()}
-        return Layout(self.model(self.recipe.base).built, self._stored, shapes)
+        shapes = {name: header.shape for name, header in self.stored.items()}
+        return Layout(self.model(self.recipe.base).built, self.stored, shapes)
 
     @cached_property
-    def _stored(self) -> Headers:
+    def stored(self) -> Headers:
         """The tensors of the base model's checkpoint, its adapter merged."""
         return folder_headers(Path(self.base.folder))
 
@@ -156,7 +182,7 @@ class Experiment:
         """
         if self.in_slices:
             return None
-        found = architecture_of(self.layout, self._stored, self.base.config)
+        found = architecture_of(self.layout, self.stored, self.base.config)
         if self.recipe.config.slices and len(found.modules) > 1:
             raise SltaError(
                 f"{self.base} has several stacks of layers, of which mergekit takes no slices: list the models under "
@@ -203,7 +229,43 @@ class Experiment:
     @cached_property
     def samples(self) -> Samples:
         """Draws the tasks' samples."""
-        return Samples(self.recipe.base, self.settings, self.trust_remote_code, self.transformers_cache, self.quiet)
+        return Samples(self.settings, self._samples_tokenizer(), self.tokenizer, self.quiet)
+
+    def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
+        """A model's tokenizer; for an adapter its own, or else that of its base model."""
+        if reference not in self._tokenizers:
+            with reading(reference, "has no usable tokenizer", "get sound copies of its files"):
+                adapter = reference.lora and tokenizer_folder(reference.lora, self.transformers_cache)
+                self._tokenizers[reference] = AutoTokenizer.from_pretrained(
+                    str(adapter or reference.model.path),
+                    revision=None if adapter else reference.model.revision,
+                    trust_remote_code=self.trust_remote_code,
+                    cache_dir=self.transformers_cache,
+                )
+        return self._tokenizers[reference]
+
+    @cached_property
+    def aligned(self) -> TokenizerInfo | None:
+        """What mergekit makes of the recipe's tokenizer, with each model's rows for its ids; None without one."""
+        recipe, made = self.recipe, self.recipe.config.tokenizer
+        if recipe.tokenizer_source is None:
+            return None
+        names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
+        with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
+            return build_tokenizer(*names, self.trust_remote_code, tokens)  # its progress bar cannot be switched off
+
+    def _samples_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The merged model's tokenizer if all models that run on the samples have its ids, else the base model's."""
+        if (aligned := self.aligned) is None:
+            return self.tokenizer(self.recipe.base)
+        running = self.recipe.references if self.recipe.method.runs_experts else [self.recipe.base]
+        ids = aligned.tokenizer.get_vocab()
+        for model in running:
+            pairs = {*ids.items(), *aligned.original_vocabs.get(model, {}).items()}
+            same = len(pairs) == len({token for token, _ in pairs}) == len({index for _, index in pairs})
+            if not same or max(ids.values()) >= self.model(model).vocabulary:
+                return self.tokenizer(self.recipe.base)
+        return aligned.tokenizer
 
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.
@@ -258,29 +320,13 @@ def require_device(name: str) -> None:
         ) from error
 
 
-def opened(
-    recipe: RecipeOrFile | Experiment,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
-    *,
-    any_device: bool = False,
-) -> Experiment:
+def opened(recipe: RecipeOrFile | Experiment, options: Options, *, any_device: bool = False) -> Experiment:
     """The experiment of a recipe; one that is opened keeps its options.
 
-    The arguments are those of ``measure``, and whether a device that cannot compute is for the checks to refuse.
+    ``any_device``: a device that cannot compute is for the checks to refuse.
     """
     if isinstance(recipe, Experiment):
         return recipe
     if not any_device:
-        require_device(str(device))
-    return Experiment(
-        recipe,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        lora_merge_cache=lora_merge_cache,
-        transformers_cache=transformers_cache,
-        quiet=quiet,
-    )
+        require_device(str(options.get("device", "cpu")))
+    return Experiment(recipe, **options)

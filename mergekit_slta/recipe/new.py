@@ -55,8 +55,9 @@ models:
     parameters:
 {% if with_data %}
 {% if loop.first %}
-      # Some 30 prompts of this expert's own task, with answers: a file (.jsonl, .json, .csv, .parquet or .txt with a
-      # sample on each line), or a dataset of the Hub, "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
+      # Prompts of this expert's own task, with answers, 60 or more: 30 calibrate, the rest is for `evaluate`. A file
+      # (.jsonl, .json, .csv, .parquet or .txt with a sample on each line), or a dataset of the Hub,
+      # "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
 {% if not template %}
       # template: "{question} {answer}"   # how a record becomes text, where its fields have other names than usual
 {% endif %}
@@ -69,8 +70,8 @@ models:
 {% if keep %}
   - model: {{ base|scalar }}
     parameters:
-      # Some 30 prompts, with answers, of what the base model can do and the merge should not forget: your own chats, or
-      # a general instruction dataset. Without them, delete this entry.
+      # Prompts, with answers, of what the base model can do and the merge should not forget, 60 or more: your own
+      # chats, or a general instruction dataset. Without them, delete this entry.
 {{ data(keep[1], keep[2])|trim("\n") }}
       weight: 1.0         # more keeps more of the base model, less gains more of the expert; 0 leaves it out
 {% endif %}

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, SupportsFloat, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import yaml
-from markupsafe import Markup
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from pydantic import ValidationError
@@ -21,12 +20,19 @@ from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, first_line, one_line, refuse, suggestion
 from mergekit_slta.files import published_path
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
-from mergekit_slta.recipe.settings import SETTINGS, CalibrationSettings, KeptBase, MethodSettings, Parameters
-from mergekit_slta.recipe.text import faults, misshapen, yaml_fault
+from mergekit_slta.recipe.settings import (
+    SETTINGS,
+    CalibratedExpert,
+    CalibrationSettings,
+    KeptBase,
+    MethodSettings,
+    Parameters,
+)
+from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
-_NO_PARAMETERS = ("self", "base", "experts", "method", "dtype", "out_dtype")
+SOURCES = {*CalibratedExpert.model_fields}  # the parameters of an expert that say where its data come from
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,14 @@ class Task:
     Attributes:
         reference: an expert; or the base model, whose abilities on these prompts are to be kept.
         calibration, template: where the prompts come from, and how a record becomes text.
+        evaluation: where the records for ``evaluate`` come from, if not from ``calibration``.
         weight: how much the base model's prompts count, κ; 1 for an expert.
     """
 
     reference: ModelReference
     calibration: str = ""
     template: str = ""
+    evaluation: str = ""
     weight: float = 1.0
 
     def __str__(self) -> str:
@@ -52,35 +60,8 @@ class Recipe:
     """Which models to merge, on which data, by which method and parameters.
 
     Args:
-        base: the base model, a folder or a Hub id.
-        experts: the experts, each with its calibration source or with a table of its parameters, such as
-            ``{"org/math": "math.jsonl", "org/code": {"calibration": "code.jsonl", "template": "{prompt}"}}``; for a
-            method without data a list of names, or one name. The base model among them, with prompts of its own, is a
-            task too: what it does there is to be kept.
-        method: ``slta``, ``featcal``, ``actmat`` or ``sftm``.
-        dtype: the data type to merge in.
-        out_dtype: the data type to write; by default ``dtype``.
-        level: for ``slta``, what gets weights of its own: ``model``, ``layer``, ``attn_mlp`` (the default, as here and
-            below where None is given), ``head_mlp`` or ``linear``.
-        balance: for ``slta``, whether every prompt counts the same, long or short; True by default.
-        edges: for ``slta``, embeddings, final norm and output head: ``base`` (the default), the base model's, or
-            ``mean``, merged with the mean weights.
-        statistics: for ``slta``, a statistics file to use or to write; none by default.
-        anchor: for ``featcal``, what matrices stay close to: ``actmat`` (the default), its merge, or ``base``.
-        head: for ``featcal``, whether the output head is solved too; True by default.
-        scratch: for ``featcal``, a folder for the solved layers; in the cache folder by default.
-        samples, max_tokens, seed: for ``slta`` and ``featcal``, as all up to ``report``, how many prompts of each task
-            are drawn (30), of how many tokens each (512), and which (0).
-        batch_tokens: tokens computed at once; by default 0, which fits it to the device.
-        towers: what lies outside the language model: ``base`` (the default) or ``mean``.
-        template: how records become text, for all experts that have none of their own; none by default.
-        report: a folder for an HTML report of the merge; none by default.
-        ridge: a number of at least 0 that draws ``slta``'s weights towards zero (0 by default), ``featcal``'s matrices
-            towards the anchor's (``auto`` by default), or ``actmat``'s towards the mean (0.1 by default).
-        scale: for ``actmat``, what the merged change is multiplied by; 1 by default.
-        lambda_: for ``sftm``, the recipe's ``lambda``, the scaling factor of merged task matrices; 0.6 by default.
-        rank: for ``sftm``, how many singular features to keep; 0, the default, keeps all.
-        density: for ``sftm``, the share of each task vector's entries to keep, above 0 and at most 1; 0.2 by default.
+        content: what a recipe's YAML holds, as a mapping: ``merge_method``, ``base_model``, ``models`` and so on.
+            Paths, data types, and scalars and arrays of numpy and torch, are written as YAML writes them.
 
     Attributes:
         config: the recipe as mergekit reads it.
@@ -95,54 +76,15 @@ class Recipe:
     config: MergeConfiguration
     content: Any
 
-    def __init__(
-        self,
-        base: str | os.PathLike[str],
-        experts: Mapping[Any, str | os.PathLike[str] | Mapping[str, Any]] | Iterable[str] | str,
-        method: str = "slta",
-        *,
-        dtype: str | torch.dtype = "float32",
-        out_dtype: str | torch.dtype | None = None,
-        level: str | None = None,
-        samples: int | SupportsIndex | None = None,
-        max_tokens: int | SupportsIndex | None = None,
-        seed: int | SupportsIndex | None = None,
-        balance: bool | None = None,
-        ridge: float | SupportsFloat | list[Any] | Literal["auto"] | None = None,
-        edges: str | None = None,
-        towers: str | None = None,
-        batch_tokens: int | SupportsIndex | None = None,
-        statistics: str | os.PathLike[str] | None = None,
-        report: str | os.PathLike[str] | None = None,
-        template: str | None = None,
-        anchor: str | None = None,
-        head: bool | None = None,
-        scratch: str | os.PathLike[str] | None = None,
-        scale: float | SupportsFloat | list[Any] | None = None,
-        lambda_: float | SupportsFloat | list[Any] | None = None,
-        rank: int | SupportsIndex | list[Any] | None = None,
-        density: float | SupportsFloat | list[Any] | None = None,
-    ) -> None:
-        given = {name.rstrip("_"): value for name, value in locals().items() if name not in _NO_PARAMETERS}
-        parameters = {name: value for name, value in given.items() if value is not None}
-        names = [experts] if isinstance(experts, (str, os.PathLike)) else experts
-        listed = names if isinstance(names, Mapping) else {name: {} for name in names}
-        tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in listed.items()}
-        content = {
-            "merge_method": method,
-            "base_model": str(base),
-            "models": [{"model": str(name), "parameters": plain_values(table)} for name, table in tables.items()],
-            "parameters": plain_values(parameters),
-            "dtype": _plain(dtype),
-            **({"out_dtype": _plain(out_dtype)} if out_dtype else {}),
-        }
-        self._parse(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), "This recipe")
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        if not isinstance(content, Mapping):
+            raise SltaError(
+                f"'content' is of type {type(content).__name__}: give a mapping, or a file to Recipe.load(path)."
+            )
+        self._parse(yaml.safe_dump(plain_values(content), sort_keys=False, allow_unicode=True), "This recipe")
 
     def __repr__(self) -> str:
         return self.text.rstrip()
-
-    def _repr_html_(self) -> str:
-        return str(Markup("<pre>{}</pre>").format(repr(self)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recipe:
@@ -186,7 +128,7 @@ class Recipe:
 
     def _parse(self, text: str, name: object) -> None:
         try:
-            self.text, self.content = text, yaml.safe_load(text)
+            self.text, self.content = text, yaml.load(text, UniqueKeys)
         except Exception as error:  # YAML's tags may raise errors of any kind
             raise SltaError(f"{name} is not valid YAML: {yaml_fault(error)}") from None
         if self.content is None:
@@ -218,7 +160,7 @@ class Recipe:
         """The experts in the recipe's order, each with its own task; an SltaError if the recipe is wrong."""
         self.require_sound()
         return tuple(
-            Task(reference, **_table(self.method.expert, given).model_dump(include={"calibration", "template"}))
+            Task(reference, **_table(self.method.expert, given).model_dump(include=SOURCES))
             for reference, given in expert_parameters(self.config).items()
         )
 
@@ -275,6 +217,12 @@ class Recipe:
         """The source of the merged model's tokenizer for mergekit; None if it only copies that of the base model."""
         made = self.config.tokenizer
         return made.source if made else self.config.tokenizer_source or None
+
+    @property
+    def tokenizer_owner(self) -> ModelReference:
+        """The model whose token ids the merged model's tokenizer keeps: the base model unless the recipe names one."""
+        source = self.tokenizer_source
+        return ModelReference(model=source.model) if isinstance(source, ModelReference) else self.base
 
     @cached_property
     def references(self) -> list[ModelReference]:
@@ -386,9 +334,11 @@ def data_of(recipe: Recipe) -> Recipe:
         raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
     tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
     shared = {name: value for name, value in shared_parameters(config).items() if name in names}
-    own = {
-        str(model): {name: table[name] for name in ("calibration", "template") if name in table}
+    models = [
+        {"model": str(model), "parameters": {name: table[name] for name in SOURCES if name in table}}
         for model, table in tables.items()
         if table or model != config.base_model
-    }
-    return Recipe(str(config.base_model), own, **shared)
+    ]
+    return Recipe(
+        {"merge_method": "slta", "base_model": str(config.base_model), "models": models, "parameters": shared}
+    )

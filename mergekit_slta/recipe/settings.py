@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from pydantic.fields import FieldInfo
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.levels import Edges, Level
+from mergekit_slta.levels import Level
 
 Ridge: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 
@@ -36,6 +36,10 @@ class CalibratedExpert(Parameters):
         default="",
         description='how a record becomes text, such as `"{question} {answer}"`; without it, `messages`, `text` and '
         "the usual pairs (prompt/completion, instruction/output …) are known",
+    )
+    evaluation: str = Field(
+        default="",
+        description="test data for `evaluate`, as `calibration`; without it, the records that calibration leaves",
     )
 
 
@@ -77,15 +81,6 @@ class CalibrationSettings(MethodSettings):
     samples: Annotated[int, Field(ge=1)] = Field(default=30, description="prompts per task")
     max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
     seed: int = Field(default=0, description="which prompts are drawn")
-    batch_tokens: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="tokens computed at once; 0 fits it to the device"
-    )
-    towers: Edges = Field(
-        default="base",
-        description="what lies outside the language model (vision, audio, projectors; a head that predicts several "
-        "tokens): `base`, the base model's, or `mean`, merged with the mean weights (`slta`) or averaged over the "
-        "experts (`featcal`)",
-    )
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 
 
@@ -97,11 +92,6 @@ class SltaSettings(CalibrationSettings):
     )
     balance: bool = Field(default=True, description="every prompt counts the same, long or short")
     ridge: Ridge = Field(default=0.0, description="draws the weights towards zero; at least 0")
-    edges: Edges = Field(
-        default="base",
-        description="embeddings, final norm and output head: `base`, the base model's, or `mean`, merged with the mean "
-        "weights",
-    )
     statistics: str = Field(
         default="",
         description="a statistics file to use, or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",
@@ -113,20 +103,9 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly every matrix is drawn towards the anchor's, such as 0.03; `auto` takes for each "
+        description="how strongly every matrix is drawn towards that of `actmat`, such as 0.03; `auto` takes for each "
         "group of matrices what predicts left-out prompts best",
     )
-    anchor: Literal["base", "actmat"] = Field(
-        default="actmat",
-        description="the model that decides where the prompts do not: `actmat`, whose merge a matrix stays close to, "
-        "half as far again from the base model, or `base`",
-    )
-    head: bool = Field(default=True, description="solve the output head too; off if the head is tied to the embedding")
-
-    @property
-    def averages_edges(self) -> bool:
-        """Whether the tensors outside the decoder layers are the experts' average."""
-        return self.anchor == "actmat"
 
 
 class ActmatExpert(Parameters):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from mergekit_slta.recipe.configuration import (
     model_inputs,
     parameter_tables,
 )
-from mergekit_slta.recipe.settings import SETTINGS, MethodSettings, base_specs, parameter_specs
+from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
@@ -56,22 +55,27 @@ def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettin
     yield from _chat_template(config)
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Reads YAML, but refuses a table with a key twice, of which its base class silently keeps the last."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Node] = {}
+        for key, _ in node.value:
+            before = first.setdefault((key.tag, str(key.value)), key)
+            if before is not key and not key.tag.endswith(":merge"):
+                line = before.start_mark.line + 1
+                problem = f"the key '{key.value}' of line {line} is repeated (write it once: only the last would count)"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        return node
+
+
 def yaml_fault(error: Exception) -> str:
-    """An error of the YAML parser: what it says and where, the line with a caret below it, and how to mend it."""
+    """An error of the YAML parser: what it says and where, and the line with a caret below it."""
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None or mark.buffer is None:
         return f"{one_line(error)}."
-    line = mark.buffer.rstrip("\0").split("\n")[mark.line]
-    fix = ""
-    if template := re.search(r"template:\s*((?:[^{}\"']|\{[^{}]*\})+)", line):
-        fix = f'\nQuote it: template: "{template[1].strip()}"'
-    elif "mapping values" in str(error.problem):
-        fix = "\nQuote a value that holds a colon and a blank, and indent the keys of a table alike."
-    elif "\t" in line:
-        fix = "\nIndent with blanks, not with tabs."
-    elif "flow" in str(error.context) and error.context_mark and error.context_mark.line < mark.line:
-        fix = f"\nClose the bracket of line {error.context_mark.line + 1}."
-    return f"{error.problem}, in line {mark.line + 1}:\n{mark.get_snippet(indent=2, max_length=110)}{fix}"
+    return f"{error.problem}, in line {mark.line + 1}:\n{mark.get_snippet(indent=2, max_length=110)}"
 
 
 def misshapen(error: ValidationError) -> str:
@@ -86,11 +90,8 @@ def misshapen(error: ValidationError) -> str:
         if rule == "Field required":
             said[where] = f"{where} is missing"
         else:
-            fix = " (quote it if it is a text)" if "parameters" in place and isinstance(value, dict) else ""
-            if len(place) == 2 and place[0] == "models":
-                fix = f" (write 'model: {value}')"
             found = "nothing" if value is None else repr(value)
-            said.setdefault(where, f"{where} {rule.replace('dictionary', 'table')}, not {found}{fix}")
+            said.setdefault(where, f"{where} {rule.replace('dictionary', 'table')}, not {found}")
     return "; ".join(said.values()) + "."
 
 
@@ -147,17 +148,12 @@ def _parameters(
             )
         elif name == "weight" and name not in specs:
             yield (
-                f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out. To "
-                "count one task more, use `mergekit-slta solve STATS --task-weight NAME=2.0` (slta), or 'merge_method: "
-                "actmat', whose experts take a weight; the base model's own entry under 'models' takes one, too."
+                f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out; "
+                "the base model's own entry under 'models' takes one."
             )
-        elif name not in specs and (others := _methods_with(name)):
-            whose = f"{' and '.join(others)}, not of {settings.method}"
-            yield f"'{name}' in {table.where} is a parameter of {whose}: leave it out."
         elif name not in specs:
             here = [own for own, spec in specs.items() if not table.model or spec.scope != ParameterScope.SHARED]
-            hint = suggestion(name, here) or suggestion(name, specs).replace("?", ", which is for the whole merge?")
-            hint = hint or f"; the known ones are {', '.join(sorted(here))}."
+            hint = suggestion(name, here) or f"; the known ones are {', '.join(sorted(here))}."
             yield f"Unknown parameter '{name}' in {table.where}{hint}"
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             fix = "; put all records into one file" if name == "calibration" else ""
@@ -168,11 +164,6 @@ def _parameters(
                     specs[name].validate(value)
                 except SltaError as error:
                     yield error.message.replace(f"'{name}'", f"'{name}' in {table.where}", 1)
-
-
-def _methods_with(parameter: str) -> list[str]:
-    """The merge methods of this package that have a parameter."""
-    return [name for name, own in SETTINGS.items() if parameter in [spec.name for spec in parameter_specs(own)]]
 
 
 def _values(setting: Any) -> Iterator[Any]:

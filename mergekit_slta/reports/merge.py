@@ -1,4 +1,4 @@
-"""The report on a merge, ``report.html`` with its charts, from a solution or from all levels of statistics.
+"""The report on a merge, ``report.html`` with its charts, from a solution or from statistics.
 
 Shapes: ``S`` submodules of a level, ``T`` experts, and as many tasks, each named after its expert.
 """
@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
 
 import torch
 
 from mergekit_slta.figures import Line, Panel, Picture, line_chart
-from mergekit_slta.levels import kinds_of
-from mergekit_slta.reports.analysis import DRAWS, intervals, kept_by_layer
+from mergekit_slta.levels import kinds_of, place_of
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.solver import pooled
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive, where_most
@@ -29,6 +27,9 @@ from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_n
 LOSES_MOST, KEEPS_ENOUGH = 0.5, 0.75
 HARDLY_INTERFERES = 0.9  # what two experts, merged without others, keep on average
 KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
+DRAWS = 200  # of the samples, for the intervals of the merging weights
+ENDS = (0.05, 0.95)
+SEED = 0
 MEANING = (
     "This is a share of feature change, not accuracy: an expert that keeps little may answer well, which mergekit-slta "
     "evaluate tells. Features are the outputs of the model's parts (submodules). At "
@@ -92,6 +93,32 @@ def _mean(kept: torch.Tensor) -> float:
     return float(kept.nan_to_num(1.0).mean())  # an expert that changes nothing loses nothing
 
 
+# In numbers, from the Gram matrices alone
+
+
+def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
+    """The share of each expert's feature change that the merge keeps in each layer, [T]."""
+    layers: dict[int, list[SubmoduleSolution]] = {}
+    for name, solved in solution.submodules.items():
+        layer = place_of(name).layer
+        if layer is not None:
+            layers.setdefault(layer, []).append(solved)
+    return {
+        layer: pooled(torch.stack([own.retained for own in found]), torch.stack([own.share for own in found]))
+        for layer, found in layers.items()
+    }
+
+
+def intervals(solution: Solution) -> torch.Tensor:
+    """The ends of the merging weights' 90 % bootstrap intervals, [2, S, T]; NaN if a task has one sample."""
+    statistics, ends = solution.statistics, torch.tensor(ENDS, dtype=torch.float64)
+    draws = (
+        bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings)
+        for name in solution.alpha
+    )
+    return torch.stack([drawn.quantile(ends, dim=0) for drawn in draws], 1)
+
+
 # The page
 
 
@@ -99,7 +126,8 @@ def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
     """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
 
     Args:
-        found: a solution, or the statistics of the merged experts, which are solved at each of their levels.
+        found: a solution, or the statistics of the merged experts, which are solved at level ``attn_mlp``, or at the
+            first that was measured.
         folder: the folder to write to; it is created.
 
     Returns:
@@ -112,33 +140,18 @@ def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
 
 
 def report_page(found: Solution | Statistics) -> Page:
-    """The report on a merge; of statistics it opens with the default level, if they hold it."""
-    if isinstance(found, Solution):
-        solutions = [found]
-    else:
-        levels = sorted(found.info.levels, key=lambda level: level != "attn_mlp")
-        solutions = [found.solve(level) for level in levels]
-    first = solutions[0]
-    names = short_names(first.models)
-    sections = []
-    if len(solutions) > 1:
-        text = "The share of each expert's feature change that the merge keeps if it is solved at a level."
-        header = ["Expert", *(own.level for own in solutions)]
-        rows = [[name, *(percent(float(own.kept[index])) for own in solutions)] for index, name in enumerate(names)]
-        sections.append(Section("Levels compared", [text], table=Table(header, rows)))
-    for solution in solutions:
-        suffix = f" (level {solution.level})" if len(solutions) > 1 else ""
-        sections += [replace(section, title=section.title + suffix) for section in _level_sections(solution)]
+    """The report on a merge; statistics are solved at the default level."""
+    solution = found if isinstance(found, Solution) else found.solve()
     return Page(
-        title=f"Report on a merge of {enumerated(names)}",
-        verdict=[verdict(first), kept_sentence(first), MEANING],
-        facts=_facts(first, [solution.level for solution in solutions]),
-        sections=sections,
+        title=f"Report on a merge of {enumerated(short_names(solution.models))}",
+        verdict=[verdict(solution), kept_sentence(solution), MEANING],
+        facts=_facts(solution),
+        sections=list(_sections(solution)),
     )
 
 
-def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
-    """Facts about the measurement of some levels, by name."""
+def _facts(solution: Solution) -> dict[str, str]:
+    """Facts about the measurement, by name."""
     statistics, info = solution.statistics, solution.statistics.info
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):
@@ -150,22 +163,18 @@ def _facts(solution: Solution, levels: Collection[str]) -> dict[str, str]:
         )
     if info.keep is not None:
         facts["Base model's task"] = info.keep.source
-        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}" if solution.solved else ""
+        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}"
     balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
-    if not solution.solved:
-        del facts["Solved with"]
-    if solution.chosen:
-        facts["Chosen"] = f"the weights of {counted(len(solution.chosen), 'submodule')} of {len(solution.alpha)}"
-    if coarser := [str(own) for own in info.fallbacks if own.level in levels]:
+    if coarser := [str(own) for own in info.fallbacks if own.level == solution.level]:
         facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     return facts
 
 
-def _level_sections(solution: Solution) -> Iterator[Section]:
+def _sections(solution: Solution) -> Iterator[Section]:
     ends = intervals(solution)
     if solution.level == "model":
         shares = map(percent, solution.retained["model"].tolist())
@@ -174,25 +183,33 @@ def _level_sections(solution: Solution) -> Iterator[Section]:
         yield Section("Share kept", solution.notes(), table=table)
     else:
         yield Section("Share kept", charts=[_retained_chart(solution)])
-    if solution.keeps_base and not solution.chosen:  # which the weight of the base model's prompts does not change
+    if solution.keeps_base:
         yield Section("Kept of the base model", charts=[_trade_chart(solution)])
     if solution.level != "model":
-        yield Section("Merging weights", solution.notes(), [_alpha_chart(solution, ends), alpha_map(solution)])
+        yield Section("Merging weights", solution.notes(), [_alpha_chart(solution, ends)])
 
 
 # Charts
 
 
 def _retained_chart(solution: Solution) -> Chart:
+    """A panel for each kind of submodule, with a line for each expert over the layers."""
     retained = torch.stack(list(solution.retained.values()))
-    shares = torch.stack([own.share for own in solution.submodules.values()])
+    shares = torch.stack([submodule.share for submodule in solution.submodules.values()])
+    panels = []
+    for kind, layers in kinds_of(solution.alpha).items():
+        most = max(map(len, layers.values()))
+        means = torch.stack([pooled(retained[rows], shares[rows]) for rows in layers.values()])
+        columns = zip(short_names(solution.models), means.T.tolist(), strict=True)
+        title = kind_name(kind) + (f": mean of {most}" if most > 1 else "")
+        panels.append(Panel(title, [Line(name, list(layers), kept) for name, kept in columns]))
     return Chart(
         name=f"retained-{solution.level}",
         title="Share of each expert's feature change that the merge keeps",
         caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
         "Values below −100 % are drawn at −100 %.",
         picture=line_chart(
-            _lines_by_kind(solution, retained, shares),
+            panels,
             x_label="decoder layer",
             y_label="share kept",
             y_percent=True,
@@ -239,59 +256,19 @@ def _trade_chart(solution: Solution) -> Chart:
 
 
 def _alpha_chart(solution: Solution, ends: torch.Tensor) -> Chart:
-    alpha, known = torch.stack(list(solution.alpha.values())), not ends.isnan().any()
-    bands = (
-        "The band around a line is a 90 % bootstrap interval: it leaves out the lowest and the highest 5 % of the "
-        f"weights that {DRAWS} draws of the samples, with replacement, give. "
+    """Figure 5 of the paper, ``Solution.plot``, with the ends [2, S, T] of the weights' intervals in its table."""
+    drawn = (
+        "The numbers have 90 % bootstrap intervals: these leave out the lowest and the highest 5 % of the weights that "
+        f"{DRAWS} draws of the samples, with replacement, give."
     )
     return Chart(
         name=f"alpha-{solution.level}",
         title="Merging weights by layer",
-        caption=f"At 1 the merge takes all of an expert's change, at 0 none of it. {bands if known else ''}"
-        "Values below −2 or above 3 are drawn at these limits.",
-        picture=line_chart(
-            _lines_by_kind(solution, alpha, torch.ones_like(alpha), ends if known else None),
-            x_label="decoder layer",
-            y_label="merging weight α",
-            lines_at=(0.0, 1.0),
-            y_range=(-2.0, 3.0),
-        ),
+        caption="Drawn like Figure 5 of the paper: at 1 the merge takes all of an expert's change, at 0 none of it. "
+        f"Weights below 0 are pink, weights above 1 are red. {'' if ends.isnan().any() else drawn}".rstrip(),
+        picture=Picture(solution.plot()),
         table=_table(solution, _weights(solution, ends)),
     )
-
-
-def alpha_map(solution: Solution) -> Chart:
-    """Figure 5 of the paper, ``Solution.plot``."""
-    return Chart(
-        name=f"alpha-map-{solution.level}",
-        title="Merging weights at a glance",
-        caption="Drawn like Figure 5 of the paper. Weights below 0 are pink, weights above 1 are red.",
-        picture=Picture(solution.plot()),
-        table=_table(solution, [map(plain_number, row.tolist()) for row in solution.alpha.values()]),
-    )
-
-
-def _lines_by_kind(
-    solution: Solution, values: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor | None = None
-) -> list[Panel]:
-    """A panel for each kind of submodule, with a line for each expert over the layers.
-
-    Args:
-        solution: the merge.
-        values: [S, T]. If a layer has several submodules of a kind, the line is their mean, with ``weights`` [S, T].
-        weights: the weights of such a mean.
-        ends: the ends [2, S, T] of the values' bands, which are drawn where a layer has one submodule of the kind.
-    """
-    panels = []
-    for kind, layers in kinds_of(solution.alpha).items():
-        most = max(map(len, layers.values()))
-        drawn = [torch.stack([pooled(values[rows], weights[rows]) for rows in layers.values()])]
-        if ends is not None and most == 1:
-            drawn += ends[:, [row for (row,) in layers.values()]]
-        columns = zip(short_names(solution.models), *(own.T.tolist() for own in drawn), strict=True)
-        title = kind_name(kind) + (f": mean of {most}" if most > 1 else "")
-        panels.append(Panel(title, [Line(name, list(layers), *rest) for name, *rest in columns]))
-    return panels
 
 
 def _weights(solution: Solution, ends: torch.Tensor) -> list[list[str]]:

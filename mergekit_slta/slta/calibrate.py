@@ -54,7 +54,6 @@ def calibrate(
     tasks: Tasks,
     levels: Sequence[str],
     *,
-    batch_tokens: int = 0,
     partial: Partial | None = None,
     ranks: Ranks | None = None,
     progress: Progress = lambda samples: None,
@@ -66,7 +65,7 @@ def calibrate(
         models: the base model, then the ``T`` experts.
         tasks: the token ids of each task's samples.
         levels: the levels to measure.
-        batch_tokens, partial: as for ``pass_layers``.
+        partial: as for ``pass_layers``.
         ranks: the processes that share the batches.
         progress: called with the number of this process's samples that have passed another layer.
 
@@ -80,7 +79,7 @@ def calibrate(
     for note in (note for level in levels for note in fallbacks(decoder, level)):
         LOG.warning("%s", note)
     calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels)
-    return pass_layers(calibration, batch_tokens=batch_tokens, partial=partial, progress=progress)
+    return pass_layers(calibration, partial=partial, progress=progress)
 
 
 @dataclass

@@ -63,7 +63,8 @@ class LayerFeatures:
         self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
         self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
-        for linear_map in linear_maps(decoder.layers[layer]) if "linear" in levels else ():
+        apart = "linear" in levels and layer_submodules(decoder, "linear", layer) != [submodule_name(layer)]
+        for linear_map in linear_maps(decoder.layers[layer]) if apart else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 
@@ -169,7 +170,7 @@ class LayerFeatures:
                 values = self._fused_hidden(linear_map, values)
         rows = max(1, width // max(lengths))  # a token may have several hidden states
         for row, length in enumerate(lengths):
-            yield values[(positions >= row * width) & (positions < row * width + length * rows)]
+            yield values[(positions >= row * width) & (positions < row * width + min(length * rows, width))]
 
     def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
         """The base model's inputs to a fused expert's down projection, by the module's own gate."""

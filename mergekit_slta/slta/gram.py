@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mergekit_slta.layers.parts import parts
-
-MULTIPLIED = 2**17  # elements of the features that are multiplied at once, in float64 and with the memory for copies
+# Elements of the features that are multiplied at once on a processor, whose cache holds their copies in float64 too.
+MULTIPLIED = 2**17
 
 
 def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
@@ -28,8 +27,10 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     grams = []
     for row, length in enumerate(lengths):
         total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
-        for own in parts(*(delta[row, :length].reshape(-1) for delta in deltas), elements=MULTIPLIED):
-            features = torch.stack(own).double()
+        whole = [delta[row, :length].reshape(-1) for delta in deltas]
+        size = MULTIPLIED // len(whole) if total.device.type == "cpu" else whole[0].numel()
+        for parts in zip(*(delta.split(size) for delta in whole), strict=True):
+            features = torch.stack(parts).double()
             total += features @ features.T
         grams.append(total)
     products = torch.stack(grams).cpu()

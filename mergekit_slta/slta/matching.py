@@ -144,5 +144,6 @@ def local_stamps(experiment: Experiment) -> str:
     have disks of their own, the first one's count.
     """
     models = [experiment.base, *experiment.experts]
-    files = digest([sorted(model.stamps.values()) for model in models])
+    adapters = [experiment.options.lora_merge_dtype] if any(model.reference.lora for model in models) else []
+    files = digest([*(sorted(model.stamps.values()) for model in models), *adapters])
     return f"{int(experiment.ranks.gather(int(files[:12], 16))[0]):x}"

@@ -8,20 +8,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 import torch
-from tqdm import tqdm
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.progress import layer_bar
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.recipe.experiment import Experiment, opened
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
@@ -37,12 +38,7 @@ def measure(
     recipe: RecipeOrFile,
     levels: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    trust_remote_code: bool = False,
-    lora_merge_cache: str | None = None,
-    transformers_cache: str | None = None,
-    quiet: bool = False,
+    **options: Unpack[Options],
 ) -> Statistics:
     """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
 
@@ -55,11 +51,7 @@ def measure(
         levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
         path: the statistics file, which is created if it does not exist; or a published one,
             ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``; without one nothing is written.
-        device: where to compute: "cpu", "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
+        options: see ``Options``.
 
     Returns:
         Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
@@ -67,7 +59,7 @@ def measure(
     Raises:
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
     """
-    experiment = opened(recipe, device, trust_remote_code, lora_merge_cache, transformers_cache, quiet)
+    experiment = opened(recipe, options)
     found = measured_statistics(experiment, levels, path)
     names = (found.info.base_model, *found.info.models)
     return replace(found, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
@@ -143,10 +135,7 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
     solution = statistics.solve(
         settings.level, balance=settings.balance, ridge=settings.ridge, keep_weight=experiment.recipe.keep_weight
     )
-    weights = TensorWeights(
-        experiment.decoder, settings.level, solution.submodules, settings.edges, settings.towers, experiment.layout
-    )
-    return solution, weights
+    return solution, TensorWeights(experiment.decoder, settings.level, solution.submodules, experiment.layout)
 
 
 def _exists(path: Path, ranks: Ranks) -> bool:
@@ -177,28 +166,21 @@ def _measured(
     experiment: Experiment, info: Info, data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial | None
 ) -> Statistics:
     """Run the models on the samples."""
-    ranks, batch_tokens = experiment.ranks, experiment.settings.batch_tokens
+    ranks = experiment.ranks
     decoder = on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
-    with tqdm(
-        total=share(decoder, tasks, batch_tokens, ranks) * len(decoder),
-        desc=f"Calibrating {', '.join(levels)}",
-        unit="sample",
-        unit_scale=1 / len(decoder),
-        leave=False,
-        disable=experiment.quiet,
-    ) as bar:
+    models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
+    with layer_bar(f"Calibrating {', '.join(levels)}", models, len(decoder), prompts, experiment.quiet) as progress:
         grams = calibrate(
             decoder,
-            [experiment.base, *experiment.experts],
+            models,
             tasks,
             levels,
-            batch_tokens=batch_tokens,
             partial=partial,
             ranks=ranks,
-            progress=bar.update,
+            progress=progress,
         )
-    for model in (experiment.base, *experiment.experts):
+    for model in models:
         model.refuse_changes()
     coarser = tuple(fallback for level in levels for fallback in fallbacks(decoder, level))
     return Statistics(

@@ -42,7 +42,6 @@ LOG = logging.getLogger(__name__)
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 SOLVE_OTHERWISE = "solve at another level, such as 'attn_mlp', or use 'merge_method: slta' with these statistics"
-CHOOSE_OTHERWISE = "choose weights at another level, such as 'attn_mlp'"
 MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
@@ -65,8 +64,6 @@ class PlannedTensor:
 def plain_recipe(
     solution: Solution,
     *,
-    edges: str = "base",
-    towers: str = "base",
     models: Mapping[str, str] | None = None,
     tokenizer_source: str = "",
     trust_remote_code: bool = False,
@@ -82,9 +79,10 @@ def plain_recipe(
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
     """
     level, submodules, info = solution.level, solution.submodules, solution.statistics.info
-    fix = CHOOSE_OTHERWISE if solution.chosen else SOLVE_OTHERWISE
     if level == "head_mlp":
-        raise SltaError(f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {fix}.")
+        raise SltaError(
+            f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {SOLVE_OTHERWISE}."
+        )
     paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
     if level == "model" and not info.architecture.endswith(MULTIMODAL):
         planned = []
@@ -98,8 +96,8 @@ def plain_recipe(
                 f"{info.num_layers}: give the folder or Hub id of that with --model {info.base_model}=PATH."
             )
         layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
-        weights = TensorWeights(decoder, level, submodules, edges, towers, layout)
-        planned = planned_tensors(config, weights, fix)
+        weights = TensorWeights(decoder, level, submodules, layout)
+        planned = planned_tensors(config, weights)
         settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)
     content = {
@@ -110,17 +108,15 @@ def plain_recipe(
         "out_dtype": info.dtype,
         **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
-    _verify(content, planned, fix)
-    lost = _left_out(paths[info.base_model], trust_remote_code, solution)
+    _verify(content, planned)
+    lost = _left_out(paths[info.base_model], trust_remote_code)
     if lost:
         LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    chosen = {} if level == "model" else {"edges": edges}
-    chosen |= {"towers": towers} if info.architecture.endswith(MULTIMODAL) else {}
-    return _header(solution, chosen, lost) + body
+    return _header(solution, lost) + body
 
 
-def _left_out(path: str, trust_remote_code: bool, solution: Solution) -> str:
+def _left_out(path: str, trust_remote_code: bool) -> str:
     """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
     if not _known(path):
         return ""
@@ -130,13 +126,13 @@ def _left_out(path: str, trust_remote_code: bool, solution: Solution) -> str:
         return ""
     if not names:
         return ""
-    fix = "" if solution.chosen else ": use 'merge_method: slta' with these statistics"
-    return f"mergekit alone leaves {listed(names)} of the base model out of what this recipe writes{fix}."
+    return (
+        f"mergekit alone leaves {listed(names)} of the base model out of what this recipe writes: use 'merge_method: "
+        "slta' with these statistics."
+    )
 
 
-def planned_tensors(
-    config: transformers.PretrainedConfig, weights: TensorWeights, fix: str = SOLVE_OTHERWISE
-) -> list[PlannedTensor]:
+def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:
     """Every tensor of mergekit's plan with its merging weights.
 
     The names are those of mergekit's definition of the architecture, or else transformers' own names.
@@ -161,7 +157,7 @@ def planned_tensors(
         if alpha.ndim > 1:
             raise SltaError(
                 f"A recipe gives a tensor one weight, but the parts of {name} differ (a mixture's fused experts): "
-                f"{fix}."
+                f"{SOLVE_OTHERWISE}."
             )
         planned.append(PlannedTensor(name, int(inside.split(".")[0]) if inside else None, tuple(alpha.tolist())))
     return planned
@@ -231,7 +227,7 @@ def _rounded(weight: float) -> float:
     return float(f"{weight:.{DIGITS}g}")
 
 
-def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor], fix: str) -> None:
+def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
     """Refuse a recipe from which mergekit would read other weights than the planned ones."""
     recipe = MergeConfiguration.model_validate(content)
     depth = max((tensor.layer or 0 for tensor in planned), default=0)
@@ -240,7 +236,7 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor], fix: str)
         for model, wanted in zip(recipe.models or [], tensor.alpha, strict=True):
             found = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
             if found is None or abs(found - wanted) > WEIGHT_TOLERANCE * max(1.0, abs(wanted)):
-                raise SltaError(f"Filters cannot give {tensor.name} a weight of its own: {fix}.")
+                raise SltaError(f"Filters cannot give {tensor.name} a weight of its own: {SOLVE_OTHERWISE}.")
 
 
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
@@ -261,25 +257,18 @@ def _known(path: str) -> bool:
     return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
 
 
-def _header(solution: Solution, edges: Mapping[str, str], lost: str) -> str:
+def _header(solution: Solution, lost: str) -> str:
     """The origin of the weights, as comments."""
     info, task = solution.statistics.info, solution.statistics.task
-    origin, weighted = "solved in closed form (arXiv 2504.10902)", f", with weight {solution.keep_weight:g}"
-    settings: dict[str, object] = {"level": solution.level, **edges}
-    if not solution.solved:
-        origin, weighted = "chosen by hand", ""
-    else:
-        settings |= {"balance": str(solution.balance).lower(), "ridge": solution.ridge}
-        if solution.task_weights:
-            settings["task weights"] = ":".join(map(str, solution.task_weights))
-        if solution.chosen:
-            origin = f"chosen by hand in {len(solution.chosen)} of {len(solution.alpha)} submodules, elsewhere {origin}"
+    settings: dict[str, object] = {"level": solution.level}
+    settings |= {"balance": str(solution.balance).lower(), "ridge": solution.ridge}
+    if solution.task_weights:
+        settings["task weights"] = ":".join(map(str, solution.task_weights))
     lines = [
-        f"Written by mergekit-slta {__version__}: merging weights {origin}.",
+        f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
         "mergekit runs this recipe as it is, without that package and without the calibration data.",
         "",
-        f"{'Solved' if solution.solved else 'Chosen'} with: "
-        f"{', '.join(f'{name} {value}' for name, value in settings.items())}.",
+        f"Solved with: {', '.join(f'{name} {value}' for name, value in settings.items())}.",
         f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
         f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
     ]
@@ -293,8 +282,8 @@ def _header(solution: Solution, edges: Mapping[str, str], lost: str) -> str:
     if info.keep is not None:
         samples = int((task == len(info.models)).sum())
         lines.append(
-            f"The merge keeps {as_percentage(solution.base_kept)} of the base model on {samples} samples of its own"
-            f"{weighted}; sha256 {info.keep.sha256}."
+            f"The merge keeps {as_percentage(solution.base_kept)} of the base model on {samples} samples of its own, "
+            f"with weight {solution.keep_weight:g}; sha256 {info.keep.sha256}."
         )
     if lost:
         lines.append(lost)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.levels import kinds_of
-from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, with_alpha
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 from mergekit_slta.tables import Paragraphs, Table, as_frame, as_json, as_percentage, short_names, without_sign_of_zero
 from mergekit_slta.words import kind_name
 
@@ -44,7 +44,6 @@ class Solution(Paragraphs):
         level: the submodules' level.
         submodules: the solution of each submodule.
         balance, ridge, task_weights, keep_weight: the arguments of ``Statistics.solve``.
-        chosen: the submodules whose merging weights were chosen by ``with_alpha``, not solved.
     """
 
     statistics: Statistics
@@ -54,7 +53,6 @@ class Solution(Paragraphs):
     ridge: float
     task_weights: tuple[float, ...] | None
     keep_weight: float = 1.0
-    chosen: frozenset[str] = frozenset()
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -114,11 +112,6 @@ class Solution(Paragraphs):
         return {name: own.rank for name, own in self.submodules.items()}
 
     @property
-    def solved(self) -> list[str]:
-        """The submodules whose merging weights were solved, not chosen by ``with_alpha``."""
-        return [name for name in self.submodules if name not in self.chosen]
-
-    @property
     def settings(self) -> dict[str, Any]:
         """The arguments for ``solver.solve`` and ``solver.bootstrap``."""
         return {
@@ -129,60 +122,6 @@ class Solution(Paragraphs):
             "keep_weight": self.keep_weight,
         }
 
-    def with_alpha(
-        self, alpha: Mapping[str, Iterable[float | SupportsFloat]] | Iterable[Iterable[float | SupportsFloat]]
-    ) -> Solution:
-        """The solution with merging weights of your own, and what a merge with these weights keeps.
-
-        Args:
-            alpha: by submodule the experts' weights in the order of ``models``, T numbers, also as an array of numpy or
-                torch; a submodule that is not named keeps its weights. Or an array [submodules, T], a row for each in
-                the order of ``alpha``.
-
-        Returns:
-            Another solution; ``condition`` and ``rank`` tell of the samples, not of these weights.
-
-        Raises:
-            SltaError: a name is no submodule of the level, or there is not a finite number for each expert.
-        """
-        if not isinstance(alpha, Mapping):
-            try:
-                rows = list(alpha)
-            except TypeError:
-                rows = []
-            if len(rows) != len(self.alpha):
-                raise SltaError(
-                    f"There are {len(rows)} rows of weights for {len(self.alpha)} submodules: give a row for each, or "
-                    "weights by submodule, {'" + next(iter(self.alpha)) + "': [...]}."
-                )
-            alpha = dict(zip(self.alpha, rows, strict=True))
-        submodules = dict(self.submodules)
-        for name, given in alpha.items():
-            if name not in submodules:
-                raise SltaError(f"Level {self.level} has no submodule '{name}', only such as {next(iter(submodules))}.")
-            submodules[name] = with_alpha(
-                submodules[name],
-                self._weights(name, given),
-                self.statistics.grams[name],
-                self.statistics.task,
-                tokens=self.statistics.tokens,
-                balance=self.balance,
-            )
-        return replace(self, submodules=submodules, chosen=self.chosen | alpha.keys())
-
-    def _weights(self, name: str, given: Iterable[float | SupportsFloat]) -> torch.Tensor:
-        try:
-            weights = [float(weight) for weight in given]
-        except (TypeError, ValueError, RuntimeError):  # torch raises the last
-            weights = []
-        if len(weights) != len(self.models) or not all(map(math.isfinite, weights)):
-            said = " ".join(str(given).split())
-            raise SltaError(
-                f"The weights of '{name}' are {said}: give {len(self.models)} finite numbers, for "
-                f"{', '.join(self.models)}."
-            )
-        return torch.tensor(weights, dtype=torch.float64)
-
     def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> dict[str, torch.Tensor]:
         """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
 
@@ -191,8 +130,7 @@ class Solution(Paragraphs):
             seed: what the draws depend on.
 
         Returns:
-            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again, and 0 for
-            weights that were chosen.
+            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again.
 
         Raises:
             SltaError: there are fewer than two draws, or an argument is no whole number.
@@ -202,10 +140,7 @@ class Solution(Paragraphs):
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
         grams, task = self.statistics.grams, self.statistics.task
         return {
-            name: torch.zeros_like(alpha)
-            if name in self.chosen
-            else bootstrap(grams[name], task, count, seed=start, **self.settings).std(0)
-            for name, alpha in self.alpha.items()
+            name: bootstrap(grams[name], task, count, seed=start, **self.settings).std(0) for name in self.submodules
         }
 
     def columns(self, errors: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[Any]]:
@@ -273,8 +208,6 @@ class Solution(Paragraphs):
         }
         if self.keeps_base:
             content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
-        if self.chosen:
-            content["chosen"] = [name for name in self.alpha if name in self.chosen]
         if errors is not None:
             content["alpha_std"] = {name: error.tolist() for name, error in errors.items()}
         return as_json(content)
@@ -303,13 +236,10 @@ class Solution(Paragraphs):
         return Table(["submodule", *header, "condition"], rows)
 
     def notes(self) -> list[str]:
-        """Sentences on the submodules whose weights were chosen, or whose samples do not determine every weight."""
-        dependent = [name for name in self.solved if self.rank[name] < len(self.models)]
-        ill = [name for name in self.solved if self.condition[name] > ILL_CONDITIONED]
+        """Sentences on the submodules whose samples do not determine every weight."""
+        dependent = [name for name in self.submodules if self.rank[name] < len(self.models)]
+        ill = [name for name in self.submodules if self.condition[name] > ILL_CONDITIONED]
         notes = []
-        if self.chosen:
-            others = "the others are solved" if self.solved else "none is solved"
-            notes.append(f"In {len(self.chosen)} of {len(self.rank)} submodules the weights were chosen; {others}.")
         if ill:
             notes.append(
                 f"In {len(ill)} of {len(self.rank)} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the "
@@ -331,8 +261,7 @@ class Solution(Paragraphs):
         legend = [f"{short} is {name}" for short, name in pairs if short != name]
         legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
         if self.keeps_base:
-            weight = f", with weight {self.keep_weight:g}" if self.solved else ""
-            legend += [f"keeps base: the same for the base model on its own prompts{weight}"]
+            legend += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
         legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
         legend += ["±: the standard error over bootstrap draws"] if errors is not None else []
         yield "; ".join(legend) + "."
@@ -348,8 +277,6 @@ class Solution(Paragraphs):
         path: str | os.PathLike[str],
         *,
         models: Mapping[str, str] | None = None,
-        edges: str = "base",
-        towers: str = "base",
         tokenizer_source: str = "",
         trust_remote_code: bool = False,
     ) -> Path:
@@ -361,9 +288,6 @@ class Solution(Paragraphs):
             path: the YAML file to write.
             models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
                 the others are written as the recipe spells them that was measured, after ``load`` by their names.
-            edges: ``base`` to keep the base model's embeddings, final norm and output head, or ``mean`` to merge them
-                with the mean of all merging weights.
-            towers: the same for what lies outside the language tower of a multimodal model (vision, audio, projectors).
             tokenizer_source: mergekit's setting of that name; left out when empty.
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
 
@@ -371,8 +295,8 @@ class Solution(Paragraphs):
             The recipe's path.
 
         Raises:
-            SltaError: a name is not in the statistics, ``edges`` or ``towers`` is something else, a recipe cannot
-                express the level, or the base model's configuration cannot be read.
+            SltaError: a name is not in the statistics, a recipe cannot express the level, or the base model's
+                configuration cannot be read.
             OSError: the file cannot be written.
         """
         from mergekit_slta.slta.plain_recipe import plain_recipe  # imports mergekit, which takes seconds
@@ -381,13 +305,8 @@ class Solution(Paragraphs):
         for name in models or {}:
             if name not in known:
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
-        for setting, value in {"edges": edges, "towers": towers}.items():
-            if value not in ("base", "mean"):
-                raise SltaError(f"'{setting}' is '{value}': it must be base or mean.")
         text = plain_recipe(
             self,
-            edges=edges,
-            towers=towers,
             models={**self.statistics.paths, **(models or {})},
             tokenizer_source=tokenizer_source,
             trust_remote_code=trust_remote_code,

@@ -24,7 +24,7 @@ number for the submodule. For T = 1 that gives alpha = g_1 / (g_1 + kappa g_0), 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,29 +99,6 @@ def solve(
         measured=_measured(means, task_weights),
         kept_base=_kept_base(changes, alpha),
         base_share=_whole(changes),
-    )
-
-
-def with_alpha(
-    solution: SubmoduleSolution,
-    alpha: torch.Tensor,
-    grams: torch.Tensor,
-    task: torch.Tensor,
-    *,
-    tokens: torch.Tensor | None = None,
-    balance: bool = True,
-) -> SubmoduleSolution:
-    """A submodule with merging weights [T] that were chosen, not solved; what the merge keeps is computed from them.
-
-    Every expert counts as measured, so that its weight holds also where no sample shows what it changes. The other
-    arguments are those of ``solve``.
-    """
-    return replace(
-        solution,
-        alpha=alpha,
-        retained=retained_share(task_means(grams, task, balance), alpha),
-        measured=torch.ones_like(solution.measured),
-        kept_base=_kept_base(base_changes(grams, task, tokens), alpha),
     )
 
 

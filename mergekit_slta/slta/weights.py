@@ -20,12 +20,12 @@ from mergekit_slta.slta.solver import SubmoduleSolution
 class TensorWeights:
     """The merging weights of every tensor.
 
+    Tensors outside the decoder layers stay the base model's; at level ``model`` those of the language model follow its
+    one weight. The towers of a multimodal model always stay, and what the model does not run, such as a head that
+    predicts several tokens.
+
     Args:
         level, solutions: the solution of each submodule of the level.
-        edges: ``base`` keeps the base model's language tensors outside the decoder layers, ``mean`` gives them each
-            expert's mean weight over the submodules that it was measured to change.
-        towers: the same for the tensors outside the language model: the towers of a multimodal model, and what the
-            model does not run, such as a head that predicts several tokens.
         layout: how a checkpoint, or mergekit's plan, cuts the model into tensors; by default as the model itself.
     """
 
@@ -34,17 +34,13 @@ class TensorWeights:
         decoder: Decoder,
         level: str,
         solutions: Mapping[str, SubmoduleSolution],
-        edges: str = "base",
-        towers: str = "base",
         layout: Layout | None = None,
     ) -> None:
         self.decoder = decoder
         self.layout = layout or Layout(decoder.model, decoder.tensor_names)
         self.level = level
         self.solutions = solutions
-        mean = _measured_mean(list(solutions.values()))
-        self.edge_alpha = mean if edges == "mean" or level == "model" else torch.zeros_like(mean)
-        self.tower_alpha = mean if towers == "mean" else torch.zeros_like(mean)
+        self.kept = torch.zeros_like(next(iter(solutions.values())).alpha)  # of tensors that stay the base model's
         self._maps = [linear_maps(layer) for layer in decoder.layers]
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
@@ -69,7 +65,7 @@ class TensorWeights:
         """
         piece = self.layout.pieces.get(name)
         if piece is None:
-            return self.tower_alpha
+            return self.kept
         found = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
         first, *others = found.values()
         if piece.pattern is None or (first.ndim == 1 and all(torch.equal(first, other) for other in others)):
@@ -83,10 +79,12 @@ class TensorWeights:
     def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
         if name not in self.decoder.language_tensors:
-            return self.tower_alpha
+            return self.kept
+        if self.level == "model":
+            return self.solutions["model"].alpha
         path = self.decoder.layers_path + "."
-        if self.level == "model" or not name.startswith(path):
-            return self.edge_alpha
+        if not name.startswith(path):
+            return self.kept
         places = self._places.get(self.decoder.first_names.get(name, name), [name])
         parts = [place.removeprefix(path).partition(".") for place in places if place.startswith(path)]
         found = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]

@@ -85,9 +85,12 @@ def make_recipe(folders: Sequence[Path], method: str, samples: int, max_tokens: 
     """A recipe of a family with data of random words, ``samples`` records of ``max_tokens`` each."""
     base, *experts = folders
     files = write_samples(CACHE, len(experts), samples, max_tokens)
-    return Recipe(
-        base, dict(zip(experts, files, strict=True)), method, samples=samples, max_tokens=max_tokens, **parameters
-    )
+    models = [
+        {"model": expert, "parameters": {"calibration": file}} for expert, file in zip(experts, files, strict=True)
+    ]
+    settings = {"samples": samples, "max_tokens": max_tokens, **parameters}
+    content = {"merge_method": method, "base_model": base, "models": models, "parameters": settings}
+    return Recipe(content | {"dtype": "float32"})
 
 
 def be_quiet() -> None:

@@ -216,7 +216,7 @@ def measure(
         "slta attn_mlp": lambda: calibrate("attn_mlp"),
         "slta layer": lambda: calibrate("layer"),
         "featcal": lambda: merge("featcal", files, **prompts),
-        "featcal, ridge 0.003, anchor base": lambda: merge("featcal", files, ridge=0.003, anchor="base", **prompts),
+        "featcal, ridge 0.03": lambda: merge("featcal", files, ridge=0.03, **prompts),
         "merge, ready statistics": lambda: merge("slta", statistics=str(ready)),
         "merge, task_arithmetic": lambda: merge("task_arithmetic"),
     }

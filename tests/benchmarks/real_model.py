@@ -16,7 +16,6 @@ name. Drawn beside the tables, with the deviation between the seeds: exact match
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import shutil
@@ -129,11 +128,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
-    slta = {
-        f"slta {level}, edges {edges}": recipe("slta", data=True, level=level, edges=edges)
-        for level, edges in itertools.product(LEVELS, ("base", "mean"))
-        if level != "model" or edges == "base"  # at this level the edges follow the model's one weight
-    }
+    slta = {f"slta {level}": recipe("slta", data=True, level=level) for level in LEVELS}
     slta["slta not balanced, attn_mlp"] = recipe("slta", data=True, level="attn_mlp", balance=False)
     return {
         "linear": recipe("linear", {"weight": 1.0}),
@@ -147,7 +142,6 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
         "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
         **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
-        "featcal anchor base, 30 prompts": recipe("featcal", data=True, anchor="base", ridge=0.003),
     }
 
 
@@ -190,13 +184,11 @@ def _by_prompts(tables: Sequence[Table]) -> Picture:
     """Exact matches of ``featcal`` by the number of prompts, and those of the other merges as level lines."""
     lines = {label: dict.fromkeys(PROMPTS, label) for label in tables[0] if not label.startswith("featcal")}
     lines["featcal"] = {count: label for count in PROMPTS if (label := f"featcal {count} prompts") in tables[0]}
-    drawn = [
-        _line(name, {count: [table[label]["exact match"] for table in tables] for count, label in labels.items()})
+    series = {
+        name: {count: [table[label]["exact match"] for table in tables] for count, label in labels.items()}
         for name, labels in lines.items()
-    ]
-    picture = line_chart(
-        [Panel("", drawn)], x_label="calibration prompts per task", y_label="exact match", y_percent=True
-    )
+    }
+    picture = _chart(series, "calibration prompts per task", "exact match")
     ax = picture.figure.axes[0]
     ax.set_xscale("log")
     ax.set_xticks(PROMPTS, list(map(str, PROMPTS)))
@@ -207,19 +199,23 @@ def _by_prompts(tables: Sequence[Table]) -> Picture:
 def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
     """The share of the experts' gain that each merge keeps, by the number of experts."""
     labels = [label for label in next(iter(measured.values()))[0] if label not in ("base", "experts")]
-    drawn = [
-        _line(label, {count: [table[label]["gain kept"] for table in tables] for count, tables in measured.items()})
+    series = {
+        label: {count: [table[label]["gain kept"] for table in tables] for count, tables in measured.items()}
         for label in labels
-    ]
-    return line_chart([Panel("", drawn)], x_label="experts", y_label="gain kept", y_percent=True)
+    }
+    return _chart(series, "experts", "gain kept")
 
 
-def _line(label: str, values: Mapping[int, Sequence[float]]) -> Line:
-    """The means over the seeds, in a band of their deviation."""
-    means = list(map(statistics.mean, values.values()))
-    errors = [statistics.stdev(own) if len(own) > 1 else 0.0 for own in values.values()]
-    low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-    return Line(label, list(values), means, low, high)
+def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Picture:
+    """The means over the seeds by label, each in a band of their deviation."""
+    lines = [Line(label, list(own), list(map(statistics.mean, own.values()))) for label, own in series.items()]
+    picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label, y_percent=True)
+    ax = picture.figure.axes[0]
+    for line, drawn, own in zip(lines, ax.lines, series.values(), strict=True):
+        errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in own.values()]
+        low, high = ([mean + sign * error for mean, error in zip(line.y, errors, strict=True)] for sign in (-1, 1))
+        ax.fill_between(line.x, low, high, color=drawn.get_color(), alpha=0.15)
+    return picture
 
 
 def _cell(values: Sequence[float]) -> str:

@@ -13,6 +13,10 @@ from support.architecture_scan import small_configs
 from support.examining import only, problems, with_data
 from support.families import Family
 from support.hub import serve
+from transformers import AutoTokenizer
+
+from mergekit_slta.checks.examine import check
+from mergekit_slta.recipe.recipe import Recipe
 
 CHAT = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 
@@ -35,8 +39,12 @@ def test_two_sources_with_the_same_samples(family: Family, tmp_path: Path) -> No
         ("none.jsonl", None, "does not exist"),
         ("empty.jsonl", "", "has no records"),
         ("blank.jsonl", '{"text": " "}\n', "has no usable record: all 1 are empty"),
-        ("shape.jsonl", '{"q": 1, "a": 2}', "has any of the known fields: the fields are q, a."),
-        ("mixed.jsonl", '{"text": "x"}\n{"q": 1}\n', "Record 2 of calibration source"),
+        ("shape.jsonl", '{"q": 1, "a": 2}', "has none of the known fields: its fields are q, a."),
+        (
+            "mixed.jsonl",
+            '{"text": ["x"]}\n{"q": 1}\n',
+            "no usable record: 2 do not fit and 0 are empty, the first because",
+        ),
     ],
 )
 def test_data_that_cannot_be_used(family: Family, tmp_path: Path, name: str, content: str | None, words: str) -> None:
@@ -50,12 +58,22 @@ def test_data_that_cannot_be_used(family: Family, tmp_path: Path, name: str, con
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{question}", "has a field 'question', which the template '{question}' names: the fields are text."),
+        ("{question}", "has no field 'question', which the template '{question}' names: its fields are text."),
         ("{text", "is not a valid format string"),
     ],
 )
 def test_a_template_that_does_not_fit(family: Family, template: str, words: str) -> None:
     assert words in only(with_data(family, family.data[0], template))
+
+
+def test_a_record_of_each_source_is_shown(family: Family, tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "ab:", "completion": " cd"}\n{"q": 1}\n')
+    notes = check(Recipe.parse(json.dumps(with_data(family, file)), "recipe")).notes
+    shown, _ = (note for note in notes if "as the model sees it" in note)
+    tokenizer = AutoTokenizer.from_pretrained(family.base)
+    text, answer = tokenizer.decode(tokenizer("ab: cd")["input_ids"]), tokenizer.decode(tokenizer.encode("cd")[1:-1])
+    assert shown == f"Record 1 of '{file}' as the model sees it: {text!r}; its answer is {answer!r}."
 
 
 def test_a_dataset_is_checked_for_its_spelling_and_where_there_is_a_network_for_its_existence(
@@ -73,6 +91,34 @@ def test_a_dataset_is_checked_for_its_spelling_and_where_there_is_a_network_for_
         )
         assert "not the name of a repository" in only(with_data(family, "hf:org/da ta"))
         assert problems(with_data(family, f"hf:{tmp_path}")) == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "tested", "words"),
+    [
+        (5, None, []),
+        (6, None, ["has only 6 records: all calibrate, none is left for `evaluate`. Add records (60 or more: 30 cal"]),
+        (30, None, ["has only 6 records: all calibrate, none is left for `evaluate`"]),
+        (6, "abcabc", []),
+        (6, "", ["has only records that calibrate, none is left for `evaluate`"]),  # a copy
+        (5, "missing", ["does not exist"]),
+    ],
+)
+def test_check_says_that_calibration_leaves_no_record_for_evaluate(
+    make_family: MakeFamily, tmp_path: Path, samples: int, tested: str | None, words: list[str]
+) -> None:
+    family = make_family(records=6)
+    recipe = families.recipe(family, experts=[0], keep={"calibration": "hf:org/data"}, samples=samples)
+    file = tmp_path / "test.jsonl"
+    if tested is not None:
+        recipe["models"][0]["parameters"]["evaluation"] = str(file)
+        if tested != "missing":
+            file.write_text(json.dumps({"text": tested}) if tested else family.data[0].read_text())
+    found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
+    notes = [note for note in found.notes if "as the model sees it" not in note]
+    assert not found.problems and len(notes) == len(words)
+    for note, said in zip(notes, words, strict=True):
+        assert said in note and str(file if tested is not None else family.data[0]) in note
 
 
 def test_conversations_need_a_chat_template(family: Family, tmp_path: Path) -> None:
@@ -94,7 +140,7 @@ def test_data_is_read_even_if_the_base_model_is_missing(family: Family, tmp_path
 def test_a_base_model_without_tokenizer_is_named_once(family: Family) -> None:
     for file in family.base.glob("tokenizer*"):
         file.unlink()
-    assert only(families.recipe(family)).startswith(f"{family.base} has no usable tokenizer, which calibration needs")
+    assert only(families.recipe(family)).startswith(f"{family.base} has no usable tokenizer (")
 
 
 def test_samples_longer_than_the_table_of_positions(make_family: MakeFamily, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from support.hub import serve
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.host import patches
-from mergekit_slta.recipe.recipe import Recipe
 
 # What is looked at
 
@@ -49,10 +48,10 @@ def test_models_on_the_hub_are_examined_without_a_download(family: Family, tmp_p
 
 
 def test_the_frame_of_a_sound_recipe_holds_the_sentences_that_are_printed(family: Family) -> None:
-    found = check(Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2))
+    found = check(families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2))
     frame = found.to_frame()
     assert frame["sentence"].tolist() == str(found).replace("Note: ", "").splitlines()
-    assert frame["kind"].tolist() == ["verdict", *["note"] * len(found.notes), *["need"] * 4]
+    assert frame["kind"].tolist() == ["verdict", *["note"] * len(found.notes), *["need"] * 3]
 
 
 # What is advised against
@@ -98,6 +97,38 @@ def encoder_decoder(recipe: dict[str, Any], family: Family, tmp_path: Path) -> s
     recipe["base_model"] = str(t5(tmp_path / "t5"))
     recipe["models"] = [{"model": str(t5(tmp_path / "t5x")), "parameters": {"calibration": str(family.data[0])}}]
     return "is an encoder-decoder, which calibration does not cover: use 'merge_method: actmat' instead."
+
+
+def misspelt(text: str) -> str:
+    return f"{text}outdtype: bfloat16\n"
+
+
+def repeated(text: str) -> str:
+    return f"{text}parameters: {{level: layer}}\n"
+
+
+def repeated_in_an_entry(text: str) -> str:
+    return text.replace("- model:", "- model: org/other\n  model:", 1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (misspelt, "Unknown key 'outdtype' in the recipe, did you mean 'out_dtype'?"),
+        (repeated, "The recipe is not valid YAML: the key 'parameters' of line "),
+        (repeated_in_an_entry, "The recipe is not valid YAML: the key 'model' of line "),
+    ],
+)
+def test_mergekit_yaml_refuses_what_its_own_reader_drops(
+    spoil: Callable[[str], str], words: str, family: Family, tmp_path: Path
+) -> None:
+    patches.install()
+    file = families.write_recipe(tmp_path / "recipe.yml", families.recipe(family, samples=2))
+    file.write_text(spoil(file.read_text()))
+    done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
+    assert done.exit_code == 1
+    assert words in done.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("spoil", [deeper_expert, encoder_decoder])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,6 @@ def test_a_tied_head_beside_an_untied_one(make_family: MakeFamily, tmp_path: Pat
     assert only(recipe).startswith(f"{tied} ties its output head to its embedding and {untied} does not")
 
 
-def test_a_quantized_checkpoint(family: Family) -> None:
-    edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
-    problem = only(families.recipe(family))
-    assert problem == f"{family.experts[0]} is quantized (gptq): name the original checkpoint, or dequantize it first."
-
-
 # What mergekit asks for
 
 
@@ -102,6 +97,42 @@ def test_tensors_missing_where_mergekit_infers_the_architecture(inferred: dict[s
     name = "model.layers.1.mlp.up_proj.weight"
     edit_tensors(folders(inferred)[1], lambda tensors: tensors.pop(name))
     assert only(inferred).startswith(f"{folders(inferred)[1]}: the checkpoint lacks {name}")
+
+
+def before_every_name(prefix: str) -> Callable[[str], str]:
+    return lambda name: prefix + name
+
+
+def in_each_layer(name: str) -> str:
+    return re.sub(r"(layers\.\d+\.)", r"\1_checkpoint_wrapped_module.", name)
+
+
+WRAPPED: dict[str, tuple[Callable[[str], str], str]] = {
+    "torch.compile": (before_every_name("_orig_mod."), "_orig_mod."),
+    "DDP": (before_every_name("module."), "module."),
+    "peft": (before_every_name("base_model.model."), "base_model.model."),
+    "both": (before_every_name("module._orig_mod."), "module., _orig_mod."),
+    "layers": (in_each_layer, "_checkpoint_wrapped_module."),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize("of_base", [False, True])
+def test_names_of_a_wrapped_model(wrapper: str, of_base: bool, family: Family) -> None:
+    rename, said = WRAPPED[wrapper]
+    folder = family.base if of_base else family.experts[1]
+
+    def wrap(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[rename(name)] = tensors.pop(name)
+
+    edit_tensors(folder, wrap)
+    assert only(families.recipe(family)) == (
+        f"The names of the tensors of {folder} contain {said}, because the model was saved from inside torch.compile, "
+        "FSDP, DDP or peft: save the module that these wrap, or take that out of the names."
+    )
+    edit_tensors(folder, lambda tensors: tensors.pop(rename("model.norm.weight")))
+    assert "lacks" in problems(families.recipe(family))[0]
 
 
 # What is worth knowing

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+import yaml
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
 from support.examining import (
+    chat_model,
     feature_recipe,
     larger_vocabulary,
+    look,
     only,
     problems,
     swap_ids,
@@ -22,6 +26,8 @@ from support.examining import (
 )
 from support.families import Family
 
+from mergekit_slta.checks import tokenizers
+from mergekit_slta.featcal.scratch import head_to_solve
 from mergekit_slta.host import patches
 
 
@@ -33,6 +39,89 @@ def test_a_tokenizer_with_more_tokens_than_embeddings(family: Family, tmp_path: 
     problem = only(with_data(family, tmp_path / "task.txt"))
     assert problem.startswith(f"The tokenizer of {family.base} gives the token id")
     assert "has only 64 embeddings" in problem
+
+
+@pytest.mark.parametrize("source", ["base", "expert", "union"])
+@pytest.mark.parametrize("beyond", ["base", "expert"])
+def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
+    beyond: str, source: str, family: Family, tmp_path: Path
+) -> None:
+    """mergekit fails with a KeyError if it is in the expert that gives the tokenizer, and else leaves it out."""
+    folder = family.base if beyond == "base" else family.experts[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<{number}>" for number in range(families.VOCABULARY - len(tokenizer) + 1)])
+    tokenizer.save_pretrained(folder)
+    named = str(family.experts[0]) if source == "expert" else source
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": named}}
+    if source == beyond == "expert":
+        assert only(recipe) == (
+            f"The tokenizer of {folder} has <16> beyond the model's 64 embeddings: name another tokenizer in the "
+            "recipe, or save the model with an embedding for each token."
+        )
+        return
+    assert problems(recipe) == []
+    merged = families.merge(recipe, tmp_path / "out")
+    made = transformers.AutoTokenizer.from_pretrained(merged)
+    assert len(load_file(merged / "model.safetensors")["model.embed_tokens.weight"]) >= len(made.get_vocab())
+
+
+# Where models stop
+
+
+@pytest.mark.parametrize(
+    ("known", "changes", "said"),
+    [
+        (False, {}, True),
+        (True, {}, True),
+        (False, {"tokenizer_source": "union"}, True),
+        (False, {"chat_template": "chatml"}, True),  # whose tokens the base model lacks
+        (True, {"chat_template": "auto"}, False),
+        (False, {"tokenizer": {"source": "expert"}}, False),
+    ],
+)
+def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
+    known: bool, changes: dict[str, Any], said: bool, family: Family
+) -> None:
+    """The note's two lines are YAML that mends it."""
+    expert = family.experts[0]
+    chat_model(expert)
+    if known:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(expert / name, family.base / name)
+    recipe = families.recipe(family, "sftm", calibration=False)
+    recipe |= json.loads(json.dumps(changes).replace('"expert"', json.dumps(str(expert))))
+    notes = [note for note in look(recipe).notes if "ends its turns" in note]
+    assert len(notes) == said
+    for note in notes:
+        sentence, _, lines = note.partition("\n")
+        assert sentence == (
+            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, as the base "
+            f"model {family.base}: add these two lines to the recipe."
+        )
+        mended = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
+        assert not [note for note in look(mended).notes if "ends its turns" in note]
+
+
+def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:
+    for folder in family.folders:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": families.PAD}))
+    assert not [note for note in look(families.recipe(family, "sftm")).notes if "ends its turns" in note]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        ({"eos_token_id": [2, 5]}, {"eos_token_id": 3}, [2, 5]),
+        ({"eos_token_id": None}, {"eos_token_id": 0}, [0]),
+        (None, {"text_config": {"eos_token_id": 1}}, [1]),
+        ({}, {}, []),
+    ],
+)
+def test_where_a_model_stops_by_its_files(generation: Any, config: Any, ids: list[int], tmp_path: Path) -> None:
+    for name, settings in (("generation_config.json", generation), ("config.json", config)):
+        if settings is not None:
+            (tmp_path / name).write_text(json.dumps(settings))
+    assert tokenizers.stop_ids(tmp_path) == ids
 
 
 # Vocabularies
@@ -99,46 +188,39 @@ def test_a_token_added_in_a_free_place_is_no_difference(family: Family) -> None:
 # Feature merges
 
 
-def test_a_head_of_another_vocabulary_cannot_be_solved_nor_its_embeddings_averaged(
-    family: Family, tmp_path: Path
-) -> None:
+def test_embeddings_of_another_vocabulary_cannot_be_averaged(family: Family, tmp_path: Path) -> None:
     other = larger_vocabulary(tmp_path / "other")
-
-    def found(**parameters: Any) -> list[str]:
-        recipe = feature_recipe(family, experts=[0, 1], **parameters) | {"tokenizer": {"source": "base"}}
-        recipe["models"][1]["model"] = str(other)
-        return problems(recipe)
-
-    said = f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: set "
-    assert found()[0] == f"{said}'head: false'."
-    assert found(head=False, anchor="actmat")[0] == f"{said}'anchor: base'."
-    assert found(head=False) == []
+    recipe = feature_recipe(family, experts=[0, 1]) | {"tokenizer": {"source": "base"}}
+    recipe["models"][1]["model"] = str(other)
+    said = f"The expert {other} has a vocabulary of 66 tokens and the base model one of 64: use 'merge_method: slta'"
+    assert problems(recipe)[0].startswith(said)
 
 
 @pytest.mark.parametrize("source", ["base", "union"])
-def test_a_head_that_mergekit_gives_other_rows_cannot_be_solved(source: str, family: Family, tmp_path: Path) -> None:
+def test_a_head_that_mergekit_gives_other_rows_stays_the_mean(
+    source: str, family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
     recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
-    assert "'head: false'" in only(recipe)
-    recipe["parameters"]["head"] = False
     assert problems(recipe) == []
     patches.install()
     merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
+    assert caplog.text.count("because mergekit changes its rows to those of the recipe's 'tokenizer'") == 1
 
 
-def test_a_head_may_be_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
+def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
     tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
     recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
     base: dict[str, Any] = {"source": "base"}
-    assert problems(recipe | {"tokenizer_source": "base"}) == problems(recipe | {"tokenizer": base}) == []
-    assert "'head: false'" in only(recipe | {"tokenizer_source": "union"})
-    assert "'head: false'" in only(recipe | {"tokenizer": base | {"pad_to_multiple_of": 64}})
+    for more in ({"tokenizer_source": "base"}, {"tokenizer": base}):
+        assert head_to_solve(families.experiment(recipe | more)) is not None
+    for more in ({"tokenizer_source": "union"}, {"tokenizer": base | {"pad_to_multiple_of": 64}}):
+        assert head_to_solve(families.experiment(recipe | more)) is None
 
 
-@pytest.mark.parametrize("head", [True, False])
-def test_an_expert_with_other_ids_cannot_run_on_the_base_models(head: bool, family: Family) -> None:
+def test_an_expert_with_other_ids_cannot_run_on_the_base_models(family: Family) -> None:
     """Its own stream would read the base model's token ids; mergekit aligns its tensors, not its samples."""
     swap_ids(family.experts[0])
-    found = problems(feature_recipe(family, head=head) | {"tokenizer": {"source": "base"}})
+    found = problems(feature_recipe(family) | {"tokenizer": {"source": "base"}})
     assert any("has other ids than that of the base model" in problem for problem in found)

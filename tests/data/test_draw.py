@@ -135,12 +135,34 @@ def test_order_is_the_seeds_and_empty_records_are_counted(
 
 
 def test_records_that_are_not_needed_are_not_looked_at(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = expected_order(10, 0)[:3]
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"} if i in first else {"no": "shape"} for i in range(10)])
-    assert load(source, plain_tokenizer, samples=3).records == tuple(first)
-    assert repr(source) in refused(load, source, plain_tokenizer, samples=4)
+    drawn = load(source, plain_tokenizer, samples=3)
+    assert drawn.records == tuple(first) and not caplog.text
+    assert load(source, plain_tokenizer, samples=4) == drawn
+    assert "skipped 7 records" in caplog.text
+
+
+def test_a_record_that_does_not_fit_is_skipped_counted_and_the_first_one_named(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = expected_order(6, 0)
+    bad = {order[1]: {"q": 1}, order[2]: {"messages": [{"role": "alien", "content": "x"}]}, order[4]: {"text": " "}}
+    records = [bad.get(index, {"text": CHARACTERS[index]}) for index in range(6)]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    drawn = load(source, plain_tokenizer, samples=6)
+    assert drawn.records == (order[0], order[3], order[5])
+    (said,) = [record.getMessage() for record in caplog.records if "2 records" in record.getMessage()]
+    assert said.startswith(
+        f"Calibration source {source!r}: skipped 2 records, the first because record {order[1] + 1} "
+    )
+    held_out = hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=1), samples=5)
+    assert held_out.records == (order[3], order[5])
+    alone = write_jsonl(tmp_path / "alone.jsonl", [record for _, record in sorted(bad.items())])
+    message = refused(load, alone, plain_tokenizer)
+    assert "no usable record: 2 do not fit and 1 are empty, the first because " in message
 
 
 def test_fewer_than_asked_is_a_warning(
@@ -176,10 +198,20 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
     return "".join(parts)
 
 
+TAILED = {"question": "ab", "answer": "d"}
+TAILS = {
+    "Q {question} A {answer}<|im_end|>": "Q ab A <d><|im_end|>",
+    "Q {question} A {answer}</d>": "Q ab A <d></d>",
+    "Q {question} A {answer}. Turn 2 ended.": "Q ab A <d>. Turn 2 ended.",
+}
+
+
 @pytest.mark.parametrize(
     ("record", "template", "text"),
     [
-        ({"prompt": "cd", "completion": " cd "}, "", "cd\n <cd> "),
+        ({"prompt": "cd", "completion": " cd "}, "", "cd <cd> "),
+        ({"prompt": "cd\n", "response": "cd"}, "", "cd\n<cd>"),
+        ({"question": "cd ", "answer": "cd"}, "", "cd \n<cd>"),
         ({"prompt": "ab", "completion": ""}, "", "ab"),
         ({"q": "cd\nab", "a": "cd\n"}, "{q}{a}", "cd\nab<cd>\n"),
         ({"q": "ab", "a": "cd"}, "{q} {a}.", "ab cd."),
@@ -192,9 +224,15 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
         ({"text": "ab: cd", "answer": "cd"}, "", "ab: cd"),  # without a question, which tells where it ends
         ({"text": "ab: cd", "instruction": "ab", "input": "no", "output": "cd"}, "", "ab: <cd>"),
         ({"question": "ab", "answer": 7}, "q: {question} a: {answer} end", "q: ab a: <7> end"),
+        *((TAILED, template, text) for template, text in TAILS.items()),
+        *((TAILED | {"text": text.replace("<d>", "d")}, "", text) for text in TAILS.values()),
+        ({"text": "Q ab A 2. Turn 2", "question": "ab", "answer": "2"}, "", "Q ab A 2. Turn 2"),  # which of the two?
+        ({"text": "Q ab A <d>c", "question": "ab", "answer": "<d>"}, "", "Q ab A <<d>>c"),
+        ({"question": "ab", "answer": "d"}, "d{answer} Q {question} end", "dd Q ab end"),  # before the question
+        ({"instruction": "ab", "input": None, "output": "d"}, "{instruction}{input} {output} end", "ab <d> end"),
     ],
 )
-def test_the_answer_is_the_part_that_ends_the_text(
+def test_the_answer_is_where_the_text_has_it(
     record: dict[str, Any], template: str, text: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     assert marked(record, plain_tokenizer, tmp_path, template) == text
@@ -242,6 +280,41 @@ def test_an_answer_that_is_cut_off_ends_beyond_its_row(
     assert load(source, plain_tokenizer, samples=1, max_tokens=begin).answers == (None,)
 
 
+@pytest.mark.parametrize("filling", ["", " b" * 600])  # more than is tokenized of a text that has no answer
+def test_answers_beyond_max_tokens_are_counted_with_the_number_that_reaches_them(
+    filling: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    pairs = [("a", "b"), ("abcdef" + filling, "cd"), ("ab" + filling, "cdefghi")]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"question": question, "answer": answer} for question, answer in pairs])
+    needed = (
+        1
+        + len(filling)
+        + max(len(question) + 1 + len(answer) for question, answer in (("abcdef", "cd"), ("ab", "cdefghi")))
+    )
+    cut = "2 of 3 answers lie beyond max_tokens 8" + (", 1 of them in part" if not filling else "")
+    load(source, plain_tokenizer, max_tokens=8)
+    assert f"Calibration source {source!r}: {cut}: raise it to {needed}." in caplog.text
+    caplog.clear()
+    load(source, plain_tokenizer, max_tokens=needed - 1)
+    assert f"1 of 3 answers lie beyond max_tokens {needed - 1}, 1 of them in part: raise it to {needed}." in caplog.text
+    caplog.clear()
+    load(source, plain_tokenizer, max_tokens=needed)
+    assert "lie beyond" not in caplog.text
+
+
+def test_an_example_shows_a_sample_as_the_model_sees_it(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "ab" * 400, "answer": "c d"}])
+    example = load(source, plain_tokenizer, max_tokens=2000).example
+    assert example.startswith(f"Record 1 of {source!r} as the model sees it: '<s>abab") and len(example) < 500
+    assert example.endswith(" … " + "ab" * 71 + "\\nc d</s>'; its answer is 'c d'.")
+    example = load(source, plain_tokenizer, max_tokens=4).example
+    assert example.endswith("'<s>aba'; its answer lies beyond max_tokens.")
+    source = write_jsonl(tmp_path / "b.jsonl", [{"text": "ab"}])
+    assert load(source, plain_tokenizer).example.endswith("'<s>ab</s>'; no answer is known.")
+
+
 # Held-out records
 
 
@@ -267,12 +340,12 @@ def test_held_out_leaves_out_copies_of_calibration_samples(
     assert sorted(rest.records) == [index for index, text in enumerate(texts) if text not in seen]
 
 
-def test_held_out_shortage_is_a_warning_and_none_an_error(
+def test_held_out_shortage_is_a_warning_and_none_is_for_the_caller(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in "abcde"])
     rest = hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=4), samples=3)
     assert len(rest.records) == 1
     assert source in caplog.text and "only 1 of the 3 records that calibration did not use" in caplog.text
-    message = refused(hold_out, source, plain_tokenizer, load(source, plain_tokenizer, samples=5))
-    assert source in message and "calibration used every" in message
+    caplog.clear()
+    assert not hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=5)).records and not caplog.text

@@ -9,7 +9,7 @@ from mergekit_slta.data.records import record_text, template_fields
 
 
 def as_text(record: dict[str, Any], template: str = "") -> tuple[str, bool]:
-    text, is_chat, _ = record_text(
+    text, is_chat, *_ = record_text(
         record,
         template,
         where="Record 7 of calibration source 'x.jsonl'",
@@ -23,6 +23,9 @@ def as_text(record: dict[str, Any], template: str = "") -> tuple[str, bool]:
     [
         ({"text": "a"}, "a"),
         ({"prompt": "a", "response": "b"}, "a\nb"),
+        ({"prompt": "Intent:", "completion": " b"}, "Intent: b"),
+        ({"prompt": "a\n\n", "completion": "b"}, "a\n\nb"),
+        ({"question": "a ", "answer": "b"}, "a \nb"),
         ({"question": "a", "answer": 42}, "a\n42"),
         ({"question": "a", "answer": None}, "a"),
         ({"instruction": "a", "output": "b"}, "a\nb"),
@@ -74,7 +77,11 @@ def test_template_goes_before_every_shape(template: str, text: str) -> None:
     [
         ({"prompt": "a", "label": "b"}, "", ["its fields are prompt, label", "'template'"]),
         ({"text": ["a"]}, "", ["'text'", "list"]),
-        ({"prompt": TURNS, "completion": TURNS}, "", ["'prompt'", "'template'"]),
+        ({"prompt": ["a"], "completion": "b"}, "", ["'prompt'", "'template'"]),
+        ({"prompt": TURNS, "completion": TURNS}, "{prompt}{completion}", ["list in 'prompt'", "'{prompt[key]}'"]),
+        ({"q": {"a": 1}, "b": "c"}, "{b} {q!s}", ["dict in 'q'", "'messages'"]),
+        ({"messages": [{"role": "alien", "content": "a"}]}, "", ["unknown role 'alien'", "assistant"]),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": ["f"]}]}, "", ["tool call without a function"]),
         ({"messages": "hi"}, "", ["'messages'", "not a list of turns"]),
         ({"messages": [{"speaker": "me", "says": "hi"}]}, "", ["its fields are speaker, says"]),
         ({"q": "a", "a": "b"}, "{q} {b}", ["'b'", "its fields are q, a"]),

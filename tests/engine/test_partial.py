@@ -151,7 +151,7 @@ def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> b
 
 
 def recipe(family: Family, **changes: Any) -> dict[str, Any]:
-    return families.recipe(family, samples=8, batch_tokens=40, **changes)
+    return families.recipe(family, samples=8, **changes)
 
 
 def measure(content: dict[str, Any], path: Path, levels: tuple[str, ...] = LEVELS) -> None:

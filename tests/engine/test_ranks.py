@@ -33,8 +33,6 @@ from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.measure import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
-BATCH_TOKENS = 40
-
 Grams = Mapping[str, torch.Tensor]
 
 
@@ -63,7 +61,7 @@ def run_together(forks: ForkServerContext, count: int, work: Callable[..., objec
 def share_features(family: Family, batch_tokens: int, folder: Path, index: int, count: int) -> None:
     """What one of several processes does."""
     with joined(folder, index, count) as ranks:
-        families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, compare=True, ranks=ranks)
+        families.feature_merge(family, folder / "state", batch_tokens=batch_tokens, ranks=ranks)
 
 
 def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
@@ -71,15 +69,15 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
 ) -> None:
     """Also with more processes than batches."""
     family, count, batch_tokens = make_family("mixtral", experts=2, records=3), 3, 10000
-    errors = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens, compare=True).errors()
+    errors, ridges = families.feature_merge(family, tmp_path / "alone", batch_tokens=batch_tokens).measured()
     run_together(forks, count, share_features, family, batch_tokens, tmp_path)
     alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
     assert set(alone) == set(together)
     for name, tensor in alone.items():
         assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
     decoder = trace(family.config)
-    found = SolvedModel(decoder, Partial(tmp_path / "state")).errors()
-    assert all(torch.allclose(found[name], error, rtol=1e-5) for name, error in errors.items())
+    found = SolvedModel(decoder, Partial(tmp_path / "state")).measured()
+    assert torch.allclose(found[0], errors, rtol=1e-5) and found[1] == ridges
 
 
 def test_processes_together_merge_to_the_same_tensors(
@@ -90,7 +88,6 @@ def test_processes_together_merge_to_the_same_tensors(
         "experts": (0, 1),
         "keep": {"calibration": str(llama.data[1])},  # an expert's too, which a note says
         "samples": 6,
-        "batch_tokens": BATCH_TOKENS,
     }
     content = families.recipe(llama, "featcal", **settings)
     alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
@@ -188,7 +185,7 @@ def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
 
 def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) -> None:
     """Of two experts and the base model, whose task is the third one."""
-    content = families.recipe(llama, experts=(0, 1), keep={}, samples=6, batch_tokens=BATCH_TOKENS)
+    content = families.recipe(llama, experts=(0, 1), keep={}, samples=6)
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)
     alone, together, levels = tmp_path / "alone.safetensors", tmp_path / "together.safetensors", ["model", "linear"]
     measured_statistics(families.experiment(content), levels, alone)
@@ -219,14 +216,14 @@ def test_an_error_on_one_rank_ends_all_of_them(
     llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     stats = tmp_path / "stats.safetensors"
-    recipe = write_recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    recipe = write_recipe(llama, samples=6)
     done = command_together(forks, 2, "calibrate", recipe, "-o", stats, patch=fail_on_the_second)
     assert done.returncode != 0
     assert "Error: the disk of rank 1 is gone" in done.stderr
     assert not stats.exists()
-    content = families.recipe(llama, samples=6, batch_tokens=BATCH_TOKENS)
+    content = families.recipe(llama, samples=6)
     went_on = measured_statistics(families.experiment(content), ["attn_mlp"], stats)
-    alone = families.measure(llama, "attn_mlp", batch_tokens=BATCH_TOKENS)
+    alone = families.measure(llama, "attn_mlp")
     assert largest_difference(went_on.grams, alone) < 1e-8
 
 

@@ -14,7 +14,8 @@ import transformers
 from support import families
 from support.architecture_scan import small_decoder
 
-from mergekit_slta.featcal.groups import find_groups, kept_in_words
+from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, kept_in_words
+from mergekit_slta.layers.decoder import INPUT
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.trace import trace, trace_model
 
@@ -25,8 +26,11 @@ ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODA
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.
 KEPT = {
     **{name: {"mlp.gate"} for name in ("mixtral", "qwen3_moe", "glm4_moe", "glm_moe_dsa", "minimax", "qwen3_5_moe")},
-    # Solved in the next layer that shares them.
-    "zamba2": {f"shared_transformer.feed_forward.gate_up_proj_adapter_list.1.{part}" for part in (0, 1)},
+    "zamba2": {
+        *(f"shared_transformer.self_attn.{name}_proj" for name in "qkvo"),
+        *(f"shared_transformer.feed_forward.{name}_proj" for name in ("gate_up", "down")),
+        *(f"shared_transformer.feed_forward.gate_up_proj_adapter_list.{n}.{part}" for n in (0, 1) for part in (0, 1)),
+    },
     "zaya": {"self_attn.qkv_proj.v_proj_delayed"},  # called again for the token before the first
     "gpt_oss": {"mlp.router"},
     "longcat_flash": {"mlp.router.classifier"},  # never called: the router uses its weight itself
@@ -123,3 +127,29 @@ def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> 
     """DeepSeek V4's first output map: one map could not be told from its inputs and outputs."""
     kept = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).kept
     assert kept["self_attn.o_a_proj"] == "in a module that does more than multiply"
+
+
+# Which maps correct what the maps before them have missed; ``featcal_reference.WRITERS`` has more
+
+
+@pytest.mark.parametrize(
+    ("architecture", "writers"),
+    [
+        ("gemma2", {}),  # a norm is behind each branch
+        ("cohere", {"mlp.down_proj": Writer(1.0, {INPUT: 1.0, "self_attn": 1.0})}),  # beside the attention
+        (
+            "granite_moe_hybrid",  # its configuration multiplies every branch
+            {
+                "mamba.out_proj": Writer(0.4, {INPUT: 1.0}),
+                "shared_mlp.output_linear": Writer(0.4, {INPUT: 1.0, "mamba": 0.4, "block_sparse_moe": 0.4}),
+            },
+        ),
+        ("mixtral", {"self_attn.o_proj": Writer(1.0, {INPUT: 1.0})}),  # a router weighs the routed experts' outputs
+    ],
+)
+def test_maps_that_add_a_constant_times_their_output_are_writers(architecture: str, writers: dict[str, Writer]) -> None:
+    found = groups_by_layer(families.skeleton(architecture))[-1].writers
+    assert found.keys() == writers.keys()
+    for module, writer in writers.items():
+        assert found[module].factor == pytest.approx(writer.factor)
+        assert found[module].before == pytest.approx(writer.before)

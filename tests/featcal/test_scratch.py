@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -19,11 +20,12 @@ from safetensors.torch import load_file
 from support import families
 from support.families import Family
 
+from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import merge, scratch
-from mergekit_slta.featcal.answers import ANSWER_WEIGHT, token_weights
-from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.featcal.scratch import ANSWER_WEIGHT as W
+from mergekit_slta.featcal.scratch import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
@@ -49,7 +51,7 @@ def solve(content: Recipe, folder: Path, **arguments: Any) -> SolvedModel:
 
 
 def recipe(family: Family, **changes: Any) -> Recipe:
-    return families.recipe(family, "featcal", **{"samples": 6, "batch_tokens": 40} | changes)
+    return families.recipe(family, "featcal", **{"samples": 6} | changes)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -86,7 +88,7 @@ def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path
     first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
-    found = solve(recipe(llama, batch_tokens=7, ridge="auto", anchor="actmat", head=True), tmp_path)
+    found = solve(recipe(llama, ridge="auto"), tmp_path)
     assert len(merges) == 1
     assert contents(tmp_path) == first
     for name, tensor in families.solved_tensors(tmp_path).items():
@@ -114,7 +116,7 @@ def setting(name: str, value: Any) -> Callable[[Family, Recipe], None]:
     return change
 
 
-OTHER_MERGES = [another_expert, other_data, another_base, setting("ridge", 0.1), setting("anchor", "base")]
+OTHER_MERGES = [another_expert, other_data, another_base, setting("ridge", 0.1)]
 
 
 @pytest.mark.parametrize("change", OTHER_MERGES, ids=lambda change: change.__name__)
@@ -133,7 +135,7 @@ def test_the_layers_of_another_merge_are_deleted_which_is_said(
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
-    content = recipe(llama, anchor="base", ridge=0.003)
+    content = recipe(llama, ridge=0.1)
     for number, model in enumerate(content["models"]):
         texts = [json.loads(line)["text"] for line in llama.data[number].read_text().splitlines()]
         pairs = [{"prompt": text[:-4], "completion": text[-4:]} for text in texts]
@@ -142,23 +144,26 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
-    assert torch.cat(weights).unique().tolist() == [1.0, ANSWER_WEIGHT]
+    assert torch.cat(weights).unique().tolist() == [1.0, W]
     tasks = [task.token_ids for task in data]
-    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights, batch_tokens=40)
+    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights)
     solve(content, tmp_path / "solved")
     assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
 
 
-def test_a_report_follows_the_anchor_too_which_is_another_merge(
-    llama: Family, merges: list[Path], tmp_path: Path
-) -> None:
-    assert set(solve(recipe(llama), tmp_path / "plain").errors()) == {"error.merged"}
-    errors = solve(recipe(llama, report=str(tmp_path / "report")), tmp_path / "reported").errors()
-    assert {name: tuple(error.shape) for name, error in errors.items()} == {
-        "error.merged": (families.LAYERS, 3),
-        "error.anchor": (families.LAYERS, 3),
-    }
-    assert len(set(merges)) == 2
+def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_it_goes() -> None:
+    samples = [(6, (3, 5)), (4, (3, 40)), (2, None), (2, (1, 2))]  # lengths, and the places of answers
+    ids, answers = (tuple(range(length)) for length, _ in samples), tuple(answer for _, answer in samples)
+    data = CalibrationData("a.jsonl", "", tuple(ids), tuple(range(len(samples))), answers)
+    expected = [[1, 1, W, W, W, 1], [1, 1, W, W], [1, 1], [W, W]]
+    assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
+
+
+def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+    """So a merge that was killed goes on when the recipe is given a report."""
+    solve(recipe(llama), tmp_path / "solved")
+    solve(recipe(llama, report=str(tmp_path / "report")), tmp_path / "solved")
+    assert len(merges) == 1
 
 
 # Tensors
@@ -172,11 +177,27 @@ def test_a_mixtures_experts_are_cut_as_the_base_model_stores_them(make_family: M
     assert torch.equal(torch.cat([gate, up]), whole[1])  # type: ignore[list-item]
 
 
-def test_a_tied_head_is_said_once(make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tied_head_stays_without_a_word(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     family = make_family("gemma")
-    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta.featcal"):
         solve(recipe(family), tmp_path)
-    assert sum("The output head is tied to the embedding" in record.message for record in caplog.records) == 1
+    assert not caplog.records
+
+
+def test_a_routed_expert_that_no_token_reaches_is_that_of_the_actmat_merge(
+    make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Whose gate and up are solved one by one, as the checkpoint stores them."""
+    family = make_family("mixtral", records=1, longest=4)
+    expected = merged(families.merge(families.recipe(family, "actmat", calibration=False), tmp_path / "actmat"))
+    LoaderCache.loaders.clear()
+    found = merged(families.merge(recipe(family), tmp_path / "featcal"))
+    experts = {re.sub(r"\.w[123]\.weight$", "", name) for name in found if ".experts." in name}
+    parts = [[f"{expert}.w{part}.weight" for part in (1, 2, 3)] for expert in experts]
+    same = [all(torch.allclose(found[name], expected[name], atol=1e-6) for name in names) for names in parts]
+    assert any(same) and not all(same)
 
 
 # Removed, or kept
@@ -263,17 +284,14 @@ def test_a_killed_merge_goes_on(
 def test_finished_layers_are_repeated_to_the_last_bit(
     architecture: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    """Routed experts; layers that pass more than hidden states to later ones; layers that share tensors.
-
-    The second layer of Zamba 2 that shares a transformer solves adapters that belong to the first one's tensors.
-    """
+    """Routed experts; layers that pass more than hidden states to later ones; layers that share tensors."""
     family = make_family(architecture, records=3)
-    families.feature_merge(family, tmp_path, compare=True, batch_tokens=60)
+    families.feature_merge(family, tmp_path, batch_tokens=60)
     before = families.solved_tensors(tmp_path)
     for file in (*sorted(tmp_path.glob("layer-*"))[2:], tmp_path / "edges.safetensors"):
         file.unlink()
     LoaderCache.loaders.clear()
-    found = families.feature_merge(family, tmp_path, compare=True, batch_tokens=60)
+    found = families.feature_merge(family, tmp_path, batch_tokens=60)
     assert equal(families.solved_tensors(tmp_path), before)
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in before.items())  # type: ignore[arg-type]
 

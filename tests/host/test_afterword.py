@@ -15,6 +15,7 @@ from conftest import WriteRecipe
 from mergekit.scripts import run_yaml
 from support import families
 from support.adapters import write_adapter
+from support.examining import chat_model
 from support.families import Family
 
 from mergekit_slta.cli.commands import main
@@ -96,3 +97,13 @@ def test_from_python_the_next_command_names_the_copy_of_the_recipe(
     following = capsys.readouterr().err.splitlines()[-1]
     assert following.startswith(f"Next: mergekit-slta verify {tmp_path / 'out' / 'mergekit_config.yml'} ")
     run_next(following)
+
+
+def test_a_merge_that_may_never_stop_is_said_before_and_after_it(family: Family, tmp_path: Path) -> None:
+    chat_model(family.experts[0])
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(family, "sftm", calibration=False))
+    done = CliRunner().invoke(run_yaml.main, [str(recipe), str(tmp_path / "out")])
+    lines = done.stderr.splitlines()
+    places = [index for index, line in enumerate(lines) if "ends its turns with <|im_end|>" in line]
+    assert len(places) == 2 and lines[places[1] + 3].startswith("Next: ")
+    assert lines[places[1] + 1 : places[1] + 3] == ["  tokenizer:", f"    source: {family.experts[0]}"]

@@ -94,8 +94,8 @@ def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: P
     """The models, the level and the failure of an earlier merge are forgotten."""
     contents = [
         families.recipe(llama, level="layer", samples=2),
-        families.recipe(llama, experts=[2, 0], edges="mean", samples=2),
-        families.recipe(llama, "featcal", experts=[2, 0], head=False, samples=2),
+        families.recipe(llama, experts=[2, 0], samples=2),
+        families.recipe(llama, "featcal", experts=[2, 0], samples=2),
     ]
     alone = []
     for index, content in enumerate(contents):
@@ -215,6 +215,24 @@ def test_a_model_of_the_recipe_is_not_overwritten(family: Family, write_recipe: 
     result = CliRunner().invoke(run_yaml.main, [str(recipe), str(family.experts[0]), "--quiet"])
     assert result.exit_code == 1 and "which the merge would overwrite" in result.output
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("in_recipe", [True, False])
+def test_the_folder_of_an_adapter_is_not_overwritten(in_recipe: bool, llama: Family, tmp_path: Path) -> None:
+    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
+    content = families.recipe(llama, experts=[0, 1])
+    if in_recipe:
+        content["models"][0]["model"] = f"{llama.base}+{adapter}"
+    before = {file: file.read_bytes() for file in adapter.iterdir()}
+    options = [
+        str(families.write_recipe(tmp_path / "r.yml", content)),
+        str(adapter),
+        "--lora-merge-cache",
+        str(tmp_path / "cache"),
+    ]
+    result = CliRunner().invoke(run_yaml.main, options)
+    assert result.exit_code == 1 and f"{adapter} is the folder of an adapter, which transformers" in result.output
+    assert {file: file.read_bytes() for file in adapter.iterdir()} == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

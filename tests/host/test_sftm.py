@@ -16,7 +16,7 @@ from support.small_models import MODELS, as_stored, config_of, load, merge, reci
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.host.method import Method
-from mergekit_slta.host.registry import METHODS
+from mergekit_slta.host.run import METHODS
 from mergekit_slta.host.sftm import SftmMerge
 from mergekit_slta.models import roles
 from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles

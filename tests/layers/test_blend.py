@@ -17,18 +17,6 @@ def states(family: Family) -> list[State]:
     return [model.state_dict() for model in family.models()]
 
 
-def read(anchor: Blend, family: Family, names: list[str]) -> State:
-    return anchor.read({name: name for name in names}, meta_model(family.config))
-
-
-def test_without_weights_it_is_the_base_model_and_reads_no_expert(llama: Family) -> None:
-    models = families.checkpoints(llama.folders)
-    base = llama.model(0).state_dict()
-    found = read(Blend(models), llama, list(base))
-    assert all(torch.equal(found[name].double(), tensor) for name, tensor in base.items())
-    assert [model.bytes_read > 0 for model in models] == [True, False, False, False]
-
-
 def test_weights_are_asked_for_by_the_models_name_of_a_tensor(llama: Family) -> None:
     """Not by what the tensor is called in the answer, which differs from layer to layer."""
     names = {"own": "model.layers.1.mlp.up_proj.weight", "other": "model.layers.2.mlp.up_proj.weight"}

@@ -10,6 +10,7 @@ from support import families, reference
 from support.architecture_scan import small_decoder
 from support.families import LAYERS, PAD
 from support.processes import run_python
+from support.rounding import rounding
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall
@@ -20,7 +21,7 @@ from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.layers.trace import trace, trace_model
 
 LENGTHS = (9, 5)
-TOLERANCE = 2e-5
+TOLERANCE = 4 * rounding(8 * LAYERS)  # of states up to four, after some eight sums in each layer
 
 State = dict[str, torch.Tensor]
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,12 +16,14 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families
-from support.adapters import write_adapter
-from support.copies import edit_tensors
+from support.adapters import edit, merged_by_hand, write_adapter
+from support.copies import edit_tensors, pickle_as_before
+from support.examining import adapted, problems
 from support.families import Family
 from support.hub import serve
 from transformers import AutoModelForCausalLM
 
+from mergekit_slta import check, evaluate, verify
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights
 from mergekit_slta.models.headers import TensorHeader
@@ -124,6 +127,20 @@ def test_an_adapter_is_merged_once_for_each_type(llama: Family, tmp_path: Path) 
     assert {folder for folder in cache.iterdir() if folder.is_dir()} == {Path(full.model.path), Path(half.model.path)}
 
 
+def test_an_adapter_in_the_old_format_is_merged_as_in_the_new_one(llama: Family, tmp_path: Path) -> None:
+    new = write_adapter(llama.base, tmp_path / "new")
+    old = shutil.copytree(new, tmp_path / "old")
+    pickle_as_before(old / "adapter_model.bin", load_file(old / "adapter_model.safetensors"))
+    (old / "adapter_model.safetensors").unlink()
+    options = {"lora_merge_cache": str(tmp_path / "cache")}
+    states = []
+    for adapter in (new, old):
+        assert problems(adapted(llama, adapter), options=options) == []
+        out = families.merge(adapted(llama, adapter, "sftm"), tmp_path / f"out of {adapter.name}", **options)
+        states.append(load_file(out / "model.safetensors"))
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+
+
 def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_it(
     make_family: MakeFamily, tmp_path: Path
 ) -> None:
@@ -138,3 +155,85 @@ def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_i
         states.append(load_file(out / "model.safetensors"))
     for name, tensor in states[1].items():
         assert torch.allclose(states[0][name], tensor, rtol=1e-5, atol=1e-6), name
+
+
+# The type that an adapter is merged in: the base model's, the recipe's, the option, and what comes out
+
+TYPES = [
+    ("bfloat16", "float32", None, torch.float32),
+    ("bfloat16", "float32", "bfloat16", torch.bfloat16),
+    ("bfloat16", "bfloat16", None, torch.bfloat16),
+    ("bfloat16", None, None, torch.bfloat16),
+    ("float16", "float32", None, torch.float32),
+    ("float32", "bfloat16", None, torch.float32),  # what the adapter leaves alone is not rounded
+    ("float32", "bfloat16", "float32", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("stored", "dtype", "option", "wanted"), TYPES)
+@pytest.mark.parametrize("method", ["slta", "task_arithmetic"])
+def test_the_recipes_type_decides_what_an_adapter_is_merged_in(
+    method: str,
+    stored: str,
+    dtype: str | None,
+    option: str | None,
+    wanted: Any,
+    make_family: MakeFamily,
+    tmp_path: Path,
+) -> None:
+    family, cache = make_family("llama", dtype=getattr(torch, stored)), tmp_path / "cache"
+    weak = edit(write_adapter(family.base, tmp_path / "adapter"), lambda own: {name: 0.02 * own[name] for name in own})
+    own: dict[str, Any] = {"weight": 1.0} if method == "task_arithmetic" else {}
+    shared: dict[str, Any] = {"samples": 3} if method == "slta" else {}
+    recipe = families.recipe(family, method, experts=[0, 1], per_expert=own, dtype=dtype, **shared)
+    recipe["models"][0]["model"] = f"{family.base}+{weak}"
+    out = families.merge(recipe, tmp_path / "out", lora_merge_cache=str(cache), lora_merge_dtype=option)
+    (folder,) = (place for place in cache.iterdir() if place.is_dir())
+    found, before = load_file(folder / "model.safetensors"), load_file(family.base / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {wanted}
+    for name, tensor in merged_by_hand(before, weak).items():
+        rounded = tensor.to(wanted).double()
+        assert torch.allclose(found[name].double(), rounded, rtol=2 * torch.finfo(wanted).eps, atol=1e-9), name
+    if wanted == torch.float32:
+        change, kept = (own[QUERY].double() - before[QUERY].double() for own in (merged_by_hand(before, weak), found))
+        assert (change - kept).norm() < 1e-3 * change.norm()
+    if method == "slta" and not option:
+        file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+        assert not verify(file, out, lora_merge_cache=str(cache), quiet=True).problems
+        assert check(file, lora_merge_cache=str(cache)).problems == []
+        evaluate(file, out, lora_merge_cache=str(cache), quiet=True)
+        assert [place for place in cache.iterdir() if place.is_dir()] == [folder]
+
+
+TWO_MAPS: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
+KINDS = {
+    "dora": peft.LoraConfig(use_dora=True, **TWO_MAPS),
+    "pissa": peft.LoraConfig(init_lora_weights="pissa", r=4, **TWO_MAPS),
+    "biases": peft.LoraConfig(bias="all", **TWO_MAPS),
+    "tokens": peft.LoraConfig(trainable_token_indices=[1, 5], **TWO_MAPS),
+    "embedding": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
+    "head": peft.LoraConfig(modules_to_save=["lm_head"], task_type="CAUSAL_LM", **TWO_MAPS),
+    "adalora": peft.AdaLoraConfig(total_step=10, **TWO_MAPS),
+    "ia3": peft.IA3Config(feedforward_modules=[], **TWO_MAPS),
+    "vera": peft.VeraConfig(r=4, **TWO_MAPS),
+    "vblora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, **TWO_MAPS),
+    "shira": peft.ShiraConfig(r=2, **TWO_MAPS),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_all_kinds_are_whole_and_merged_as_by_peft(kind: str, llama: Family, tmp_path: Path) -> None:
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(llama.base), KINDS[kind])
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    options = {"lora_merge_cache": str(tmp_path / "cache")}
+    assert problems(adapted(llama, tmp_path / "adapter"), options=options, merging=False) == []
+    reference = ModelReference.parse(f"{llama.base}+{tmp_path / 'adapter'}")
+    found = load_file(Path(merge_adapter(reference, options["lora_merge_cache"]).model.path) / "model.safetensors")
+    expected = load_file(merged_by_peft(llama.base, tmp_path / "adapter", tmp_path / "full") / "model.safetensors")
+    before = load_file(llama.base / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(found[name], tensor) for name, tensor in before.items())

@@ -8,7 +8,7 @@ import torch
 from conftest import MakeFamily
 from mergekit.common import ModelReference
 from safetensors.torch import load_file
-from support.copies import edited, pickled, pickled_shards, sharded
+from support.copies import edited, pickled, pickled_as_before, pickled_shards, sharded
 from support.families import Family
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
@@ -27,7 +27,7 @@ def built(folder: Path) -> PreTrainedModel:
     return meta_model(AutoConfig.from_pretrained(folder))
 
 
-@pytest.mark.parametrize("layout", [sharded, pickled, pickled_shards])
+@pytest.mark.parametrize("layout", [sharded, pickled, pickled_as_before, pickled_shards])
 def test_the_layout_of_the_files_does_not_change_the_values(
     layout: Callable[[Path, Path], Path], make_family: MakeFamily, tmp_path: Path
 ) -> None:

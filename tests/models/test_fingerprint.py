@@ -1,5 +1,6 @@
 """The fingerprint goes by a model's content alone, and keeps the values that published statistics carry."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import save_file
 from support.adapters import write_adapter
-from support.copies import edited, pickled, pickled_shards, sharded
+from support.copies import edited, pickled, pickled_as_before, pickled_shards, sharded
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
@@ -19,7 +20,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
-LAYOUTS = [sharded, pickled, pickled_shards]
+LAYOUTS = [sharded, pickled, pickled_as_before, pickled_shards]
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -77,9 +78,7 @@ def test_the_layout_does_not_enter_the_fingerprint(
     assert opened(layout(llama.base, tmp_path / "copy")).fingerprint() == opened(llama.base).fingerprint()
 
 
-def test_a_lora_is_known_by_its_base_its_adapter_and_its_type(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
     def fingerprint(base: Path, adapter: Path) -> str:
         return opened(f"{base}+{adapter}").fingerprint()
 
@@ -94,9 +93,18 @@ def test_a_lora_is_known_by_its_base_its_adapter_and_its_type(
     retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
     found = [fingerprint(llama.base, adapter) for adapter in (first, copy, retrained)]
     found += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
-    monkeypatch.setattr(LoaderCache(), "lora_merge_dtype", "bfloat16")
-    found.append(fingerprint(llama.base, first))
     assert len(set(found)) == len(found)
+
+
+def test_a_lora_is_known_to_statistics_that_were_measured_when_its_type_counted(llama: Family, tmp_path: Path) -> None:
+    adapter = write_adapter(llama.base, tmp_path / "adapter")
+    (tmp_path / "as a model").mkdir()
+    shutil.copy(adapter / "adapter_model.safetensors", tmp_path / "as a model" / "model.safetensors")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    settings = {name: own for name, own in settings.items() if name not in ("base_model_name_or_path", "revision")}
+    known = [fingerprint_of(llama.base), fingerprint_of(tmp_path / "as a model"), settings, None]
+    text = json.dumps(known, sort_keys=True)
+    assert fingerprint_of(llama.base, adapter) == hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_a_models_own_code_has_a_stamp(llama: Family, tmp_path: Path) -> None:

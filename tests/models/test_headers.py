@@ -15,12 +15,15 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from safetensors.torch import load_file, save_file
-from support.copies import pickled
+from support.copies import pickled, pickled_as_before
 from support.families import Family
 from support.hub import Hub, serve
+from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import (
     TensorHeader,
     file_headers,
@@ -65,6 +68,7 @@ def test_headers_are_those_of_the_tensors(folder: Path) -> None:
     expected = headers_of(load_file(folder / "model.safetensors"))
     assert folder_headers(folder) == expected
     assert folder_headers(pickled(folder, folder.parent / "pickled")) == expected
+    assert folder_headers(pickled_as_before(folder, folder.parent / "before")) == expected
     shard(folder)
     assert folder_headers(folder) == expected
 
@@ -125,6 +129,12 @@ def break_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{")
 
 
+def keep_the_whole(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    shard(folder)
+    (folder / "model.safetensors").write_bytes(content)
+
+
 def run_code_in_pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"x": partial(os.system, "true")}, folder / "pytorch_model.bin")
@@ -152,6 +162,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a missing shard": (lose_a_shard, "lacks model-1.safetensors, which its index names: complete the download."),
     "a missing tensor": (add_to_index, "model-0.safetensors lacks model.extra, which the index expects there"),
     "an index without JSON": (break_index, "model.safetensors.index.json cannot be read"),
+    "two sets": (
+        keep_the_whole,
+        "are two sets of weights, of which transformers reads the first and mergekit the second",
+    ),
     "an empty file": (overwrite(b""), f"{UNREADABLE} (it is truncated"),
     "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
     "another header": (overwrite((5).to_bytes(8, "little") + b"hello world"), UNREADABLE),
@@ -167,6 +181,24 @@ def test_a_model_that_cannot_be_used_is_refused_in_a_sentence_that_names_it(name
     message = refusal(folder)
     assert words in message
     assert str(folder) in message
+
+
+def test_of_two_sets_of_weights_transformers_reads_the_whole_one_and_mergekit_the_index(folder: Path) -> None:
+    keep_the_whole(folder)
+    for file in folder.glob("model-*.safetensors"):
+        save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()["model.norm.weight"]
+    read = LazyTensorLoader.from_disk(str(folder)).get_tensor("model.norm.weight")
+    assert read is not None and torch.equal(read, 2 * theirs)
+    with pytest.raises(SltaError, match="two sets of weights"):
+        Checkpoint(ModelReference.parse(str(folder))).open()
+
+
+def test_an_index_may_list_the_whole_file(folder: Path) -> None:
+    expected = folder_headers(folder)
+    index = {"weight_map": dict.fromkeys(expected, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert folder_headers(folder) == expected
 
 
 @pytest.fixture

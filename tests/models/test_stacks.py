@@ -14,7 +14,7 @@ from support.families import Family
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.stacks import ExpertStack, in_parts, stack_of
+from mergekit_slta.models.stacks import ExpertStack
 
 STACK = "mlp.experts.gate_up_proj"
 NAME = f"model.layers.0.{STACK}"
@@ -59,16 +59,6 @@ def test_any_other_operation_gets_all_parts() -> None:
     assert torch.equal(torch.bmm(VALUES.mT, stack), torch.bmm(VALUES.mT, VALUES))
     assert torch.equal(torch.zeros_like(VALUES).addcmul_(stack, torch.tensor(3.0)), VALUES * 3)
     assert type(stack.clone()) is torch.Tensor
-
-
-def test_what_is_computed_from_stacks_is_computed_part_by_part() -> None:
-    (stack, read), (other, _) = counted(VALUES), counted(VALUES * 2)
-    found = in_parts(torch.add, stack, other)
-    assert isinstance(found, ExpertStack) and not read
-    assert torch.equal(found[1], VALUES[1] * 3)
-    assert read == [1]
-    assert torch.equal(in_parts(torch.add, VALUES, VALUES), VALUES * 2)
-    assert torch.equal(stack_of(VALUES, torch.device("cpu")), VALUES)
 
 
 def test_a_stack_is_not_written_to() -> None:

@@ -18,7 +18,6 @@ from mergekit_slta import __version__
 from mergekit_slta.host import patches
 from mergekit_slta.output import card as module
 from mergekit_slta.output.card import INSTALL
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import Statistics
 
 OPTIONS = {"write_model_card": True}
@@ -97,7 +96,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
         "org/local": {"calibration": "/home/somebody/private data.jsonl"},
         "org/base+org/adapter@v1": {"calibration": "a.jsonl"},
     }
-    recipe = Recipe("org/base", experts)
+    recipe = families.recipe_of("org/base", experts)
     found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe.config, recipe.text))
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
@@ -113,7 +112,7 @@ def test_a_second_merge_replaces_the_card_of_the_first(llama: Family, tmp_path: 
     families.merge(families.recipe(llama, "actmat", calibration=False), out, **OPTIONS)
     card: Any = ModelCard.load(out / "README.md")
     assert "actmat" in card.data.tags and "slta" not in card.data.tags and "alpha.png" not in card.text
-    assert not list((out / "mergekit-slta").iterdir())
+    assert not (out / "mergekit-slta").exists()
 
 
 def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
@@ -134,3 +133,15 @@ def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
         "models": [{"model": "a+b", "parameters": {"calibration": "hf:set?split=x", **template}}],
         "parameters": {"statistics": "stats.safetensors"},
     }
+
+
+@pytest.mark.parametrize("named", ["title/", "title//", "."])
+def test_the_title_is_the_folders_name(named: str, llama: Family, tmp_path: Path, monkeypatch: Any) -> None:
+    patches.install()
+    folder = tmp_path / "title"
+    folder.mkdir()
+    monkeypatch.chdir(folder if named == "." else tmp_path)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(llama, "sftm", calibration=False))
+    done = CliRunner().invoke(mergekit_yaml, [str(recipe), named, "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "\n# title\n" in (folder / "README.md").read_text()

@@ -163,9 +163,9 @@ def test_statistics_of_an_earlier_merge_stay_here(out: Path, hub: UploadHub) -> 
     assert not any(name.startswith("mergekit-slta/") for name in hub.committed)
 
 
-def test_a_chat_template_that_is_missing_can_be_copied_as_the_note_says(out: Path) -> None:
+def test_a_chat_template_that_is_missing_comes_with_the_tokenizer_that_knows_its_tokens(out: Path) -> None:
     (note,) = (note for note in publish(out, "org/model", dry_run=True, quiet=True).notes if "chat template" in note)
-    assert f"copy the file chat_template.jinja from its folder or Hub page into the folder {out};" in note
+    assert "merge again with 'tokenizer: {source: EXPERT}'" in note and "chat_template.jinja" not in note
     (out / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     found = publish(out, "org/model", dry_run=True, quiet=True)
     assert not [note for note in found.notes if "chat template" in note]

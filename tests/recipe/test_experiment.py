@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment, require_device
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measure, measured_statistics
 
 
@@ -34,7 +33,7 @@ def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> Non
 
 def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
     with pytest.raises(TypeError, match="mergekit has no option levels"):
-        Experiment(Recipe(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])
+        Experiment(families.recipe_of(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])
 
 
 def test_a_slice_must_cover_all_layers(llama: Family) -> None:
@@ -56,7 +55,7 @@ def test_a_model_of_several_stacks_takes_no_slice(make_family: MakeFamily) -> No
 
 
 def test_a_device_that_is_not_there_is_refused_also_where_everything_is_measured(llama: Family, tmp_path: Path) -> None:
-    own = Recipe(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
+    own = families.recipe_of(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
     measure(own, quiet=True)
     with pytest.raises(SltaError, match=r"^PyTorch cannot compute on the device 'gpu' \("):
         measure(own, device="gpu", quiet=True)

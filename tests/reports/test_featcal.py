@@ -1,46 +1,35 @@
-"""The report on a feature merge: its sentence, both lines' numbers, and that it needs nothing from outside."""
+"""The report on a feature merge: its sentence, its numbers by layer and task, and the ridges."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mergekit_slta.recipe.settings import FeatcalSettings
-from mergekit_slta.reports.featcal import ANCHORS, ERRORS_MEANING, drift_page
+from mergekit_slta.reports.featcal import ERRORS_MEANING, drift_page
 from mergekit_slta.reports.page import Page
 from mergekit_slta.words import percent
 
 MODELS = ["org/llama-math", "org/llama-code"]
-MERGED = torch.tensor([[0.11, 0.12], [0.14, 0.13], [0.41, 0.32], [0.42, 0.35]], dtype=torch.float64)
-ANCHOR = 2 * MERGED + 0.011
+ERRORS = torch.tensor([[0.11, 0.12], [0.14, 0.13], [0.41, 0.32], [0.42, 0.35]], dtype=torch.float64)
+RIDGES = {(0.1, 0.003, 3.0): "0.003 to 3", (0.03, 0.03): "0.03", (1.0,): "1", (): "–"}
 
 
-def page(**settings: object) -> Page:
-    return drift_page(
-        MERGED, ANCHOR, MODELS, FeatcalSettings.model_validate({"samples": 7, "anchor": "base", **settings})
-    )
+def page() -> Page:
+    return drift_page(ERRORS, list(RIDGES), MODELS, FeatcalSettings(samples=7))
 
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
     assert page().verdict == [
-        "After the last layer the merged model's features are 42 % away from math's (the base model: 85 %) and "
-        "35 % away from code's (the base model: 71 %); the distance grows most in layer 2.",
+        "After the last layer the merged model's features are 42 % away from math's and 35 % away from code's; "
+        "the distance grows most in layer 2.",
         ERRORS_MEANING,
     ]
 
 
-@pytest.mark.parametrize(("anchor", "words"), ANCHORS.items())
-def test_the_anchor_is_named(anchor: str, words: str) -> None:
-    found = page(anchor=anchor)
-    assert f"({words}: 85 %)" in found.verdict[0]
-    assert f"towards {words}," in found.facts["Solved with"]
-
-
-def test_the_table_has_both_lines_of_every_task() -> None:
+def test_the_table_has_every_layers_distances_and_ridges() -> None:
     (section,) = page().sections
     (chart,) = section.charts
-    assert list(chart.table.header) == ["layer", "math, before", "math, after", "code, before", "code, after"]
-    for layer, row in enumerate(chart.table.rows):
-        pairs = zip(ANCHOR[layer].tolist(), MERGED[layer].tolist(), strict=True)
-        assert list(row) == [str(layer), *(percent(error) for pair in pairs for error in pair)]
-    assert len(chart.table.rows) == len(MERGED)
+    assert list(chart.table.header) == ["layer", "math", "code", "ridges"]
+    expected = zip(ERRORS.tolist(), RIDGES.values(), strict=True)
+    rows = [[str(layer), *map(percent, errors), ridges] for layer, (errors, ridges) in enumerate(expected)]
+    assert [list(row) for row in chart.table.rows] == rows

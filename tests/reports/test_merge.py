@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from support import families, synthetic
+from support import families, reference, synthetic
 from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.reports.merge import kept_sentence, report, report_page, verdict
+from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page, verdict
+from mergekit_slta.slta.solution import Solution
+from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
 from mergekit_slta.words import percent, plain_number
 
@@ -103,56 +106,50 @@ def test_the_base_models_own_task_is_said() -> None:
     assert list(chart.table.rows[3])[1:] == list(map(percent, [solution.base_kept, *solution.kept.tolist()]))
 
 
-ALL_LEVELS = ("model", "attn_mlp", "linear")
-
-
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Statistics, Path]:
-    """Statistics of all levels with names that try to break out, and their report."""
+@pytest.fixture(scope="module", params=["model", "attn_mlp", "linear"])
+def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Solution, Path]:
+    """A solution with names that try to break out, and its report."""
     models = ["org/<script>alert(1)</script>", 'org/$a_{\\beta$&"quoted"', "_hidden"]
-    statistics = synthetic.statistics(models, ALL_LEVELS, layers=2)
-    statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
-    return statistics, report(statistics, tmp_path_factory.mktemp("report") / "new")
+    statistics = synthetic.statistics(models, [request.param], layers=2)
+    if request.param == "linear":
+        statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
+    solution = statistics.solve()
+    return solution, report(solution, tmp_path_factory.mktemp("report") / "new")
 
 
-def test_the_page_opens_with_the_verdict_on_the_default_level_and_needs_nothing_else(
-    everything: tuple[Statistics, Path],
-) -> None:
-    statistics, path = everything
+def test_the_page_opens_with_the_verdict_and_needs_nothing_else(everything: tuple[Solution, Path]) -> None:
+    solution, path = everything
     assert_self_contained(path.read_text())
     text = " ".join(Elements(path.read_text()).text.split())
-    said = verdict(statistics.solve("attn_mlp"))
-    assert said in text
-    assert (
-        text.index(said)
-        < text.index("This is a share of feature change, not accuracy: an expert that keeps little may answer well")
-        < text.index("Levels compared")
-    )
+    meaning = "This is a share of feature change, not accuracy: an expert that keeps little may answer well"
+    assert 0 < text.index(verdict(solution)) < text.index(meaning) < text.index("Share kept")
 
 
-def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Statistics, Path]) -> None:
-    _, path = everything
+def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Solution, Path]) -> None:
+    solution, path = everything
     elements = Elements(path.read_text()).found
-    pictures = sorted(file.name for file in path.parent.glob("*.png"))
+    charts = ("retained", "alpha") if solution.level != "model" else ()
+    pictures = {f"{chart}-{solution.level}.png" for chart in charts}
     images = [attributes for tag, attributes in elements if tag == "img"]
     assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements)
     assert all(image["alt"] for image in images)
-    assert set(pictures) == {
-        f"{chart}-{level}.png" for level in ALL_LEVELS[1:] for chart in ("retained", "alpha", "alpha-map")
-    }
     assert {file.name for file in path.parent.iterdir()} == {"report.html", *pictures}
 
 
-def test_the_tables_hold_the_solution(everything: tuple[Statistics, Path]) -> None:
-    statistics, path = everything
+def test_the_tables_hold_the_solution(everything: tuple[Solution, Path]) -> None:
+    solution, path = everything
     text = path.read_text()
-    for level in ALL_LEVELS[1:]:
-        solution = statistics.solve(level)
-        for name in solution.alpha:
-            cells = "".join(f"<td>{percent(share)}</td>" for share in solution.retained[name].tolist())
-            assert f'<th scope="row">{name}</th>{cells}</tr>' in text
-            cells = "".join(f"<td>{plain_number(weight)}</td>" for weight in solution.alpha[name].tolist())
-            assert f'<th scope="row">{name}</th>{cells}</tr>' in text
+    for name in solution.alpha:
+        shares, weights = solution.retained[name].tolist(), solution.alpha[name].tolist()
+        assert all(f"<td>{percent(share)}</td>" in text for share in shares)
+        assert all(f"<td>{plain_number(weight)} (" in text for weight in weights)
+        row = f'<th scope="row">{name}</th>{"".join(f"<td>{percent(share)}</td>" for share in shares)}</tr>'
+        assert (row in text) == (solution.level != "model")  # whose rows are the experts
+
+
+def test_statistics_of_several_levels_are_solved_at_the_default_one() -> None:
+    statistics = synthetic.statistics(levels=["layer", "attn_mlp"])
+    assert report_page(statistics).verdict[1] == kept_sentence(statistics.solve("attn_mlp"))
 
 
 def test_one_expert_and_one_sample(tmp_path: Path) -> None:
@@ -164,13 +161,15 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 4])
-def test_a_picture_with_bands_says_what_they_are(samples: int) -> None:
-    """The line at a band's edge is drawn half transparent; one sample per task gives no bootstrap interval."""
-    page = report_page(synthetic.statistics(levels=["attn_mlp"], samples=samples))
-    charts = {chart.name: chart for section in page.sections for chart in section.charts}
-    banded = {name for name, chart in charts.items() if b"FillBetween" in chart.picture.svg()}
-    assert ("90 % bootstrap interval" in charts["alpha-attn_mlp"].caption) == (samples > 1)
-    assert banded == ({"alpha-attn_mlp"} if samples > 1 else set())
+def test_the_weights_have_one_picture_and_their_intervals_in_its_table(samples: int) -> None:
+    """One sample per task gives no bootstrap interval."""
+    solution = synthetic.statistics(levels=["attn_mlp"], samples=samples).solve()
+    charts = {chart.name: chart for section in report_page(solution).sections for chart in section.charts}
+    assert list(charts) == ["retained-attn_mlp", "alpha-attn_mlp"]
+    chart, ends = charts["alpha-attn_mlp"], intervals(solution)
+    assert ("90 % bootstrap interval" in chart.caption) == (samples > 1)
+    weights, low, high = (plain_number(float(values[0, 0])) for values in (solution.alpha["layer.0.attn"][None], *ends))
+    assert chart.table.rows[0][1] == (f"{weights} ({low} to {high})" if samples > 1 else weights)
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(tmp_path: Path) -> None:
@@ -198,11 +197,67 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     assert "ridge 0.2" in text
 
 
-def test_weights_of_ones_own_have_no_interval_and_are_said_to_be_chosen() -> None:
-    solution = synthetic.statistics(["math", "code"], ["layer"], layers=2).solve()
-    part = report_page(solution.with_alpha({"layer.1": [0.5, 0.25]}))
-    weights = next(chart.table for section in part.sections for chart in section.charts if chart.name == "alpha-layer")
-    assert [row[1:] for row in weights.rows][1] == ["0.5", "0.25"] and " to " in weights.rows[0][1]
-    assert part.facts["Chosen"] == "the weights of 1 submodule of 2" and "Solved with" in part.facts
-    whole = report_page(solution.with_alpha({name: [0.5, 0.25] for name in solution.alpha}))
-    assert "Solved with" not in whole.facts
+# The numbers, against dense features and against solving anew
+
+
+def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:
+    generator = torch.Generator().manual_seed(seed)
+    found = reference.Deltas()
+    for task in range(experts):
+        for sample in range(samples):
+            size = 5 * (sample + 2)
+            common = torch.randn(size, generator=generator, dtype=torch.float64)
+            found.samples.append(torch.randn(experts, size, generator=generator).double() + (seed % 3) * common)
+            found.task.append(task)
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Statistics, dict[str, reference.Deltas]]:
+    """Statistics of three experts, and the features that they come from."""
+    names = synthetic.submodules(["attn_mlp"], 3)
+    deltas = {name: random_deltas(3, 4, seed) for seed, name in enumerate(names)}
+    return synthetic.statistics(grams={name: found.grams() for name, found in deltas.items()}), deltas
+
+
+def dense_kept(deltas: list[reference.Deltas], alpha: list[torch.Tensor], task: int) -> float:
+    """1 - sum J(alpha) / sum J(0) of one task over submodules, every sample balanced."""
+    lost = before = 0.0
+    for found, weights in zip(deltas, alpha, strict=True):
+        for delta, own in zip(found.samples, found.task, strict=True):
+            if own == task:
+                power = delta.square().sum(1).mean()
+                lost += float((weights @ delta - delta[task]).square().sum() / power)
+                before += float(delta[task].square().sum() / power)
+    return 1 - lost / before
+
+
+def test_what_is_kept_is_the_share_of_the_squared_feature_change(
+    measured: tuple[Statistics, dict[str, reference.Deltas]],
+) -> None:
+    statistics, deltas = measured
+    solution = statistics.solve("attn_mlp")
+    alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
+    by_layer = kept_by_layer(solution)
+    assert list(by_layer) == [0, 1, 2]
+    for task in range(3):
+        expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
+        assert solution.kept[task].item() == pytest.approx(expected, abs=1e-9)
+        for layer, of_layer in by_layer.items():
+            names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
+            expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)
+            assert of_layer[task].item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
+    retained = torch.tensor([[0.9], [-1e3], [math.nan]]).double()
+    share = torch.tensor([[2.0], [1e-6], [0.0]]).double()
+    assert pooled(retained, share).item() == pytest.approx(0.9, abs=1e-3)
+    assert pooled(retained[2:], share[2:]).isnan()
+
+
+def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
+    few, many = (synthetic.statistics(samples=samples).solve("attn_mlp") for samples in (5, 60))
+    alpha, (low, high) = torch.stack(list(few.alpha.values())), intervals(few)
+    assert ((low <= alpha) & (alpha <= high)).double().mean() > 0.9
+    assert intervals(many).diff(dim=0).mean() < 0.6 * (high - low).mean()

@@ -138,11 +138,6 @@ def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Famil
     assert largest_difference(halved, expected) < 1e-5
 
 
-def test_batches_that_a_recipe_asks_for_are_not_halved(small_memory: list[int], llama: Family) -> None:
-    with pytest.raises(SltaError, match="100 token positions.*'batch_tokens'"):
-        families.measure(llama, *LEVELS, batch_tokens=100)
-
-
 def test_one_sample_that_does_not_fit_is_an_error(small_memory: list[int], llama: Family) -> None:
     tasks = [[[3] * 60], [[3] * 10], [[4] * 10]]
     with pytest.raises(SltaError, match="'max_tokens'"):

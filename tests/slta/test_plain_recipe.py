@@ -25,7 +25,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta import plain_recipe as module
 from mergekit_slta.slta.measure import measure, measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
@@ -61,15 +60,14 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
         config = families.config_of(architecture, **changes)
         family = families.make_family(folder / architecture, config, experts=3, records=3)
         file = folder / architecture / "stats.safetensors"
-        recipe = Recipe(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
+        recipe = families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
         statistics = measured_statistics(Experiment(recipe, quiet=True), levels, file)
         for level in levels:
-            settings: dict[str, Any] = {"level": level, "edges": "mean" if level in ("attn_mlp", "layer") else "base"}
             experts = (2, 0) if level == "layer" else (0, 1, 2)
-            content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), **settings)
+            content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), level=level)
             ours, stock = (folder / f"{architecture}-{level}-{way}" for way in ("slta", "plain"))
             paths = {own.name: str(own) for own in family.folders}
-            text = plain_recipe(statistics.take(experts).solve(level), edges=settings["edges"], models=paths)
+            text = plain_recipe(statistics.take(experts).solve(level), models=paths)
             stock.with_suffix(".yml").write_text(text)
             outputs[f"{architecture} {level}"] = (families.merge(content, ours), stock)
             arguments += [str(stock.with_suffix(".yml")), str(stock)]
@@ -122,8 +120,8 @@ def opened(architecture: str) -> tuple[PretrainedConfig, Decoder]:
     return config, trace(config)
 
 
-def random_weights(decoder: Decoder, level: str, edges: str) -> TensorWeights:
-    return TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)), edges)
+def random_weights(decoder: Decoder, level: str) -> TensorWeights:
+    return TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)))
 
 
 def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:
@@ -144,17 +142,11 @@ def assert_reproduced(planned: Sequence[PlannedTensor], layers: int) -> list[Any
     return settings
 
 
-@pytest.mark.parametrize(
-    ("architecture", "level", "edges"),
-    [
-        (architecture, *case)
-        for architecture in families.ARCHITECTURES
-        for case in [("attn_mlp", "base"), ("linear", "mean")]
-    ],
-)
-def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str, edges: str) -> None:
+@pytest.mark.parametrize("level", ["attn_mlp", "linear"])
+@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
+def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str) -> None:
     config, decoder = opened(architecture)
-    weights = random_weights(decoder, level, edges)
+    weights = random_weights(decoder, level)
     try:
         planned = planned_tensors(config, weights)
     except SltaError as refusal:
@@ -278,26 +270,8 @@ def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
     assert "expert1" not in text
 
 
-def test_weights_of_ones_own_are_merged_and_not_called_a_closed_form(llama: Family, tmp_path: Path) -> None:
-    experiment = families.experiment(families.recipe(llama, samples=2))
-    solution = measured_statistics(experiment, ["layer"], tmp_path / "stats").solve()
-    paths = {folder.name: str(folder) for folder in llama.folders}
-    part = solution.with_alpha({"layer.1": [0.5, 0.25, -1.0]})
-    recipe = part.save_recipe(tmp_path / "part.yml", models=paths)
-    out = families.merge(yaml.safe_load(recipe.read_text()), tmp_path / "out")
-    name = "model.layers.1.mlp.up_proj.weight"
-    base, *experts = (load_file(folder / "model.safetensors")[name].double() for folder in llama.folders)
-    wanted = base + sum(weight * (own - base) for weight, own in zip([0.5, 0.25, -1.0], experts, strict=True))
-    assert torch.allclose(load_file(out / "model.safetensors")[name].double(), wanted, rtol=0, atol=1e-6)
-    assert "weights chosen by hand in 1 of 3 submodules, elsewhere solved in closed form" in recipe.read_text()
-    whole = solution.with_alpha({own: [0.5, 0.5, 0.5] for own in solution.alpha}).save_recipe(recipe, models=paths)
-    said = whole.read_text()
-    assert "merging weights chosen by hand." in said and "Chosen with: level layer, edges base." in said
-    assert not re.search("closed form|solved|balance|ridge", said, re.IGNORECASE)
-
-
 def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: Family, tmp_path: Path) -> None:
-    own = Recipe(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
+    own = families.recipe_of(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
     measured = measure(own, path=tmp_path / "stats.safetensors", quiet=True)
     paths = [str(llama.experts[2]), str(llama.experts[0])]
     part = measured.select(*(Path(path).name for path in paths)).first_samples(1).solve()
@@ -321,9 +295,6 @@ def test_heads_are_refused() -> None:
     statistics = statistics_of("head_mlp")
     with pytest.raises(SltaError, match=r"'head_mlp'.*'merge_method: slta'"):
         plain_recipe(statistics.solve("head_mlp"))
-    solution = statistics.solve("head_mlp").with_alpha({"layer.0.mlp": [1, 2]})
-    with pytest.raises(SltaError, match=r"rows differ: choose weights at another level, such as 'attn_mlp'\.$"):
-        plain_recipe(solution)
 
 
 def test_no_or_another_base_model_is_asked_for(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from support.every_tensor import State, by_reference, load, merged, stored, weig
 from support.families import Family
 
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words, solved_in
+from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
@@ -372,7 +372,7 @@ def _trace_all(row: Row, decoder: Decoder) -> None:
     row.works["featcal"] = TRACED
     if not _solves_most(decoder):
         row.in_part.append("featcal")
-        kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder))
+        kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder) if maps.kept)
         row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
 
 
@@ -400,7 +400,7 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
     """
     method, statistics = "slta" if column in LEVELS else column, folder / "statistics.safetensors"
     settings: dict[str, Any] = {"level": column, "statistics": str(statistics)} if method == "slta" else {}
-    settings |= {"ridge": 0.003, "head": False} if method == "featcal" else {}
+    settings |= {"ridge": 0.1} if method == "featcal" else {}
     state, found = load(merged(family, method, folder / "out", **settings))
     wrong = [kind for kind in said if sorted(said[kind]) != sorted(found[kind])]
     assert not wrong, f"transformers reports {wrong}: {[sorted(found[kind])[:2] for kind in wrong]}"
@@ -431,7 +431,7 @@ def _weighted(family: Family, level: str, states: list[State], folder: Path) -> 
 
 def _solved(family: Family, column: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
     """The tensors of a ``featcal`` merge, by the model's names, solved again; outside the layers the experts' mean."""
-    tensor = families.feature_merge(family, folder / "solved", by_tasks=True, ridge=0.003, head=False).tensor
+    tensor = families.feature_merge(family, folder / "solved").tensor
     language = trace(family.config).language_tensors
     share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
 
@@ -449,7 +449,7 @@ def _solves_most(decoder: Decoder) -> bool:
     for layer, module in enumerate(decoder.layers):
         names = decoder.layer_tensors(layer)
         every |= {names[m.weight] for m in linear_maps(module)}
-    return len(every & solved_in(decoder).keys()) > len(every) / 2
+    return len(every & families.solved_in_layers(decoder)) > len(every) / 2
 
 
 def _is_decoder(model_type: str, images: bool) -> bool:

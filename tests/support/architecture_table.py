@@ -7,7 +7,7 @@ from support.families import ARCHITECTURES, UNSPLIT
 LEVELS = ("model", "layer", "attn_mlp", "head_mlp", "linear")
 EVERY = (*ARCHITECTURES, *UNSPLIT)
 
-# People merge these now. Each is held to the tightest tolerance of Gram matrices, merged and compared with the model
+# People merge these now. Each is measured against the reference, merged and compared with the model
 # made by hand, and solved for by featcal.
 HYBRIDS = ("falcon_h1", "minimax", "zamba2")
 CURRENT = (

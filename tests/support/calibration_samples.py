@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import models, processors
+from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mergekit_slta.data.draw import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
 
 BOS, EOS = 0, 1
-CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?[]\n"
+CHARACTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?[]\n<>|/_{}"'
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SHAREGPT = [
     {"from": "system", "value": "be kind"},
@@ -34,6 +34,7 @@ def write_tokenizer(folder: Path, chat_template: str | None = None) -> PreTraine
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
     )
+    backend.decoder = decoders.Fuse()
     backend.enable_padding(pad_id=2, pad_token="<pad>", length=64)
     backend.enable_truncation(max_length=5, direction="left")
     tokenizer = PreTrainedTokenizerFast(

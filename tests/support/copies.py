@@ -29,6 +29,17 @@ def pickled(source: Path, folder: Path) -> Path:
     return folder
 
 
+def pickled_as_before(source: Path, folder: Path) -> Path:
+    """A copy in one pickled file of torch's format before 1.6, which is no archive."""
+    pickled(source, folder)
+    pickle_as_before(folder / "pytorch_model.bin", torch.load(folder / "pytorch_model.bin"))
+    return folder
+
+
+def pickle_as_before(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    torch.save(tensors, file, _use_new_zipfile_serialization=False)
+
+
 def pickled_shards(source: Path, folder: Path) -> Path:
     """A copy in two pickled files."""
     pickled(source, folder)

@@ -15,10 +15,14 @@ from mergekit_slta.errors import SltaError
 
 
 def look(recipe: dict[str, Any], **arguments: Any) -> Findings:
-    """Examine a recipe; ``options`` are those of ``MergeOptions``."""
+    """Examine a recipe; ``options`` are those of ``MergeOptions``.
+
+    The notes are those on anything but records for ``evaluate``, of which small families have none.
+    """
     experiment = families.experiment(recipe, **arguments.pop("options", {}))
     try:
-        return Findings([], examine(experiment, **arguments))
+        notes = examine(experiment, **arguments)
+        return Findings([], [note for note in notes if "left for `evaluate`" not in note])
     except SltaError as error:
         return Findings(list(error.sentences), [])
 
@@ -61,12 +65,12 @@ def with_data(family: Family, calibration: Any, template: str = "", **parameters
 
 
 def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"samples": 6, "anchor": "base", **parameters}
+    settings: dict[str, Any] = {"samples": 6, **parameters}
     return families.recipe(family, "featcal", **settings)
 
 
-def adapted(family: Family, adapter: Path) -> dict[str, Any]:
-    return with_expert(family, f"{family.base}+{adapter}")
+def adapted(family: Family, adapter: Path, method: str = "slta") -> dict[str, Any]:
+    return with_expert(family, f"{family.base}+{adapter}", method)
 
 
 def larger_vocabulary(folder: Path) -> Path:
@@ -81,6 +85,24 @@ def swap_ids(folder: Path) -> None:
     tokens = content["model"]["vocab"]
     tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
     file.write_text(json.dumps(content))
+
+
+CHATML = (
+    "{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\\n' + turn.content + '<|im_end|>\\n' }}{% endfor %}"
+)
+MARKERS = ["<|im_start|>", "<|im_end|>"]
+
+
+def chat_model(folder: Path) -> list[int]:
+    """Give a model ChatML's template, and its markers the next free ids, at the last of which it stops; the ids."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(MARKERS, special_tokens=True)
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    ids = [tokenizer.get_vocab()[marker] for marker in MARKERS]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[1], families.EOS], "top_k": 7}))
+    edit_config(folder, eos_token_id=ids[1])
+    return ids
 
 
 def t5(folder: Path) -> Path:

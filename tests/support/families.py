@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tokenizers
 import torch
@@ -26,14 +29,16 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
+from mergekit_slta.engine import loop
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
+from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.scratch import SolvedModel
 from mergekit_slta.host import patches
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
@@ -472,7 +477,7 @@ def recipe(
     calibration: bool = True,
     per_expert: dict[str, Any] | None = None,
     keep: dict[str, Any] | None = None,
-    dtype: str = "float32",
+    dtype: str | None = "float32",
     out_dtype: str | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
@@ -526,12 +531,19 @@ def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     return [Checkpoint(ModelReference.model_validate(str(folder))) for folder in folders]
 
 
+def batches_of(positions: int) -> AbstractContextManager[object]:
+    """Batches of at most this number of token positions; 0 is what fits."""
+    fixed = mock.patch.object(loop, "fitting_batch", return_value=positions)
+    return fixed if positions else nullcontext()
+
+
 def measure(
-    family: Family, *levels: str, tasks: Any = None, device: str = "cpu", **arguments: Any
+    family: Family, *levels: str, tasks: Any = None, device: str = "cpu", batch_tokens: int = 0, **arguments: Any
 ) -> dict[str, torch.Tensor]:
     """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
     decoder = trace(family.config, device=device)
-    return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
+    with batches_of(batch_tokens):
+        return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
 
 
 def feature_merge(
@@ -539,9 +551,8 @@ def feature_merge(
     folder: Path,
     *,
     tasks: Any = None,
-    anchor: Blend | None = None,
-    by_tasks: bool = False,
     device: str = "cpu",
+    batch_tokens: int = 0,
     **arguments: Any,
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
@@ -550,20 +561,37 @@ def feature_merge(
         family: the models and data.
         folder: the folder of finished layers.
         tasks: token ids of each expert's samples.
-        anchor: the base model by default.
-        by_tasks: whether the anchor is the merge of ``actmat``.
         device: where layers run.
-        arguments: those of ``feature_merge``; the ridge is 0.003 by default.
+        batch_tokens: as for ``batches_of``.
+        arguments: those of ``feature_merge``; the ridge is 0.1 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = trace(family.config, device=device), Partial(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
-    keep_weight = arguments.get("keep_weight", 0.0)
-    chosen = anchor or (ActmatAnchor(models, decoder, keep_weight) if by_tasks else Blend(models))
-    arguments.setdefault("ridge", 0.003)
-    solve_features(decoder, chosen, models[1:], tasks or family.token_ids(), partial, **arguments)
+    anchor = ActmatAnchor(models, decoder, arguments.get("keep_weight", 0.0))
+    arguments = {"ridge": 0.1, "head": None if decoder.tail_problem else output_head(decoder)} | arguments
+    with batches_of(batch_tokens):
+        solve_features(decoder, anchor, models[1:], tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
+
+
+def solved_in_layers(decoder: Decoder) -> set[str]:
+    """The tensors of the layers that a feature merge solves, by the model's names."""
+    layers = enumerate(groups_by_layer(decoder))
+    maps = [(decoder.layer_tensors(at), m) for at, own in layers for group in own.groups for m in group.maps]
+    return {names[key] for names, m in maps for key in (m.weight, m.bias) if key}
+
+
+def actmat_state(family: Family) -> dict[str, torch.Tensor]:
+    """Every tensor of the anchor of a feature merge, by the model's names."""
+    decoder, model = trace(family.config), family.model(0)
+    layers = (decoder.layer_tensors(layer).values() for layer in range(len(decoder)))
+    names = {name: name for name in [*decoder.edge_tensors, *itertools.chain(*layers)]}
+    anchor = ActmatAnchor(checkpoints(family.folders), decoder).read(names, decoder.model)
+    model.load_state_dict(anchor, strict=False)
+    state: dict[str, torch.Tensor] = model.state_dict()  # names of the same tensor too
+    return state
 
 
 def started(
@@ -597,6 +625,14 @@ def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
+
+
+def recipe_of(base: object, experts: Mapping[Any, Any], method: str = "slta", **parameters: Any) -> Recipe:
+    """A recipe of experts, each with its calibration source or with a table of its parameters."""
+    tables = {name: own if isinstance(own, Mapping) else {"calibration": own} for name, own in experts.items()}
+    models = [{"model": str(name), "parameters": table} for name, table in tables.items()]
+    content = {"merge_method": method, "base_model": base, "models": models, "parameters": parameters}
+    return Recipe(content | {"dtype": "float32"})
 
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:

@@ -58,15 +58,7 @@ GROUPS: dict[str, Groups] = {
             *_in(f"mlps.{half}", ("gate_proj", "up_proj"), ("down_proj",)),
         )
     ),
-    # The adapters are those of the first and of the second layer that shares the transformer.
-    "zamba2": (
-        *_in("shared_transformer.self_attn", ("q_proj", "k_proj", "v_proj"), ("o_proj",)),
-        *_in(
-            "shared_transformer.feed_forward",
-            ("gate_up_proj", "gate_up_proj_adapter_list.0.0", "gate_up_proj_adapter_list.1.0"),
-            ("gate_up_proj_adapter_list.0.1", "gate_up_proj_adapter_list.1.1"),
-            ("down_proj",),
-        ),
+    "zamba2": (  # what layers share is not solved
         ("linear",),
         *(group for path in ("mamba", "mamba_decoder.mamba") for group in _in(path, ("in_proj",), ("out_proj",))),
     ),
@@ -109,11 +101,9 @@ def merge(
     experts: Sequence[Module],
     tasks: Sequence[Sequence[Sequence[int]]],
     architecture: str,
+    anchor: Mapping[str, Tensor],
     *,
-    ridge: float = 0.003,
-    head: bool = True,
-    anchor: Mapping[str, Tensor] | None = None,
-    by_tasks: bool = False,
+    ridge: float = 0.1,
 ) -> dict[str, Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64.
 
@@ -122,25 +112,22 @@ def merge(
         experts: the experts.
         tasks: the token ids of each expert's samples.
         architecture: a key of ``GROUPS``.
-        ridge: how strongly the solution is held at the anchor.
-        head: whether to solve for the output embedding too, where it is not tied to the input embedding.
-        anchor: the tensors of a whole model; the base model's by default.
-        by_tasks: hold it by the sum of all task matrices' Gram matrices, each with a unit trace, and a tenth of its
-            mean diagonal on the diagonal, instead of by the same in every direction; and let tasks count relative to
-            the anchor's error.
+        anchor: the tensors of a whole model.
+        ridge: how strongly the solution is held at the anchor: by the sum of all task matrices' Gram matrices, each
+            with a unit trace, and a tenth of its mean diagonal on the diagonal; the output head's the same in every
+            direction.
     """
     with torch.no_grad(), float64():
         merged = copy.deepcopy(base)
-        if anchor is not None:
-            merged.load_state_dict(anchor)
-        order = steps(merged, GROUPS[architecture], head)
-        solver = Solver(merged, experts, tasks, order, WRITERS.get(architecture, {}), ridge, base if by_tasks else None)
+        merged.load_state_dict(anchor)
+        order = steps(merged, GROUPS[architecture])
+        solver = Solver(merged, experts, tasks, order, WRITERS.get(architecture, {}), ridge, base)
         for step, paths in order:
             (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
 
-def steps(model: Module, groups: Groups, head: bool) -> list[tuple[str, list[str]]]:
+def steps(model: Module, groups: Groups) -> list[tuple[str, list[str]]]:
     """What is solved one after the other, ``maps`` or a ``mixture``, and the paths of its modules in the model."""
     modules = dict(model.named_modules())
     (layers,) = (path for path in LAYERS if path in modules)
@@ -153,7 +140,7 @@ def steps(model: Module, groups: Groups, head: bool) -> list[tuple[str, list[str
     # A path that no layer has would go unnoticed: its map would stay the anchor's.
     for name in (name for group in groups for name in group):
         assert any(path.endswith(f".{name}") for _, paths in found for path in paths), name
-    if head and (output := untied_head(model)):
+    if output := untied_head(model):
         found.append(("maps", [output]))
     return [(step, paths) for step, paths in found if paths]
 
@@ -254,7 +241,7 @@ class Solver:
         order: Sequence[tuple[str, Sequence[str]]],
         writers: Mapping[str, tuple[str, ...]],
         ridge: float,
-        base: Module | None,
+        base: Module,
     ) -> None:
         paths = sorted({path for _, paths in order for path in paths})
         (layers,) = (path for path in LAYERS if path in dict(merged.named_modules()))
@@ -268,7 +255,6 @@ class Solver:
         paths = [*paths, *self.adding]
         self.merged, self.experts, self.tasks = merged, experts, tasks
         self.ridge, self.base = ridge, base
-        self.solved: set[int] = set()
         # The experts stay as they are, so that once is enough for them.
         self.own = [recorded(expert, paths, samples) for expert, samples in zip(experts, tasks, strict=True)]
 
@@ -287,30 +273,28 @@ class Solver:
 
     def shape(self, paths: Sequence[str]) -> Tensor | None:
         """The hold of a group of maps; the output head's is the same in every direction."""
-        if self.base is None or paths == [untied_head(self.base)]:
+        if paths == [untied_head(self.base)]:
             return None
         models = (self.base, *self.experts)
         base, *experts = ([parameters(model.get_submodule(path))[0] for path in paths] for model in models)
         return held_by_tasks(base, [list(own) for own in zip(*experts, strict=True)])
 
     def solve_maps(self, paths: Sequence[str]) -> None:
-        """Replace a group of maps, of those that layers share only what is called and not solved yet."""
+        """Replace a group of maps."""
         streams, shape, maps = self.streams(paths), self.shape(paths), {}
-        for path in (path for path in paths if streams[0][0][path]):
-            if id(self.merged.get_submodule(path).weight) not in self.solved:
-                self.solved.add(id(self.merged.get_submodule(path).weight))
-                maps[path] = [
-                    Seen(
-                        merged[path][0],
-                        own[path][0],
-                        *parameters(expert.get_submodule(path)),
-                        self.drift(path, merged, own),
-                    )
-                    for expert, (merged, own) in zip(self.experts, streams, strict=True)
-                ]
+        for path in paths:
+            maps[path] = [
+                Seen(
+                    merged[path][0],
+                    own[path][0],
+                    *parameters(expert.get_submodule(path)),
+                    self.drift(path, merged, own),
+                )
+                for expert, (merged, own) in zip(self.experts, streams, strict=True)
+            ]
         for path, tasks in maps.items():
             (weight, bias), scales = parameters(self.merged.get_submodule(path)), counts(tasks)
-            base = self.merged if shape is None or self.base is None else self.base  # nothing is beyond the merged one
+            base = self.merged if shape is None else self.base  # nothing is beyond the merged one
             near = beyond(weight, parameters(base.get_submodule(path))[0])
             weight.copy_(solved_weight(near, tasks, scales, self.ridge, shape))
             if bias is not None:
@@ -343,11 +327,9 @@ class Solver:
 
     def solve_reached(self, path: str, routed: int, name: str, weight: Tensor, tasks: Iterable[Seen]) -> None:
         """Replace a map of a routed expert, weight [out, in], unless too few tokens reach it."""
-        near, shape = weight, None
-        if self.base is not None:
-            models = (self.base, *self.experts)
-            base, *experts = (routed_map(model.get_submodule(path), name, routed) for model in models)
-            near, shape = beyond(weight, base), held_by_tasks([base], [experts])
+        models = (self.base, *self.experts)
+        base, *experts = (routed_map(model.get_submodule(path), name, routed) for model in models)
+        near, shape = beyond(weight, base), held_by_tasks([base], [experts])
         reached = [seen for seen in tasks if len(seen.merged)]
         if sum(len(seen.merged) for seen in reached) >= weight.shape[1] / 16:
             weight.copy_(solved_weight(near, reached, counts(reached), self.ridge, shape))

@@ -576,8 +576,6 @@ def merged(
     alpha: Mapping[str, torch.Tensor],
     level: str,
     split: Split,
-    edges: str = "base",
-    towers: str = "base",
 ) -> dict[str, torch.Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64.
 
@@ -591,11 +589,10 @@ def merged(
         total = base.clone()
         if base.is_floating_point():
             if name.startswith(split.language):
-                found = [tensor_weights(n, base, models[0], alpha, level, split, edges) for n in places[name]]
+                found = [tensor_weights(n, base, models[0], alpha, level, split) for n in places[name]]
                 weights = torch.stack(found).mean(0)
             else:
-                mean = measured_mean(alpha)
-                weights = mean if towers == "mean" else torch.zeros_like(mean)
+                weights = torch.zeros_like(next(iter(alpha.values())))
             for index, state in enumerate(states[1:]):
                 total += weights[..., index] * (state[name] - base)
         result[name] = total
@@ -603,14 +600,13 @@ def merged(
 
 
 def tensor_weights(
-    name: str, tensor: torch.Tensor, model: Any, alpha: Mapping[str, torch.Tensor], level: str, split: Split, edges: str
+    name: str, tensor: torch.Tensor, model: Any, alpha: Mapping[str, torch.Tensor], level: str, split: Split
 ) -> torch.Tensor:
     """The merging weights of a tensor's elements, broadcastable to [*shape, T]."""
     if level == "model":
         return alpha["model"]
     if not name.startswith(split.layers + "."):
-        mean = measured_mean(alpha)
-        return mean if edges == "mean" else torch.zeros_like(mean)
+        return torch.zeros_like(next(iter(alpha.values())))
     index, _, inside = name.removeprefix(split.layers + ".").partition(".")
     own = {key.removeprefix(f"layer.{index}").removeprefix("."): value for key, value in alpha.items()}
     own = {key: value for key, value in own.items() if f"layer.{index}." in f"layer.{index}.{key}"}

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image
@@ -23,27 +22,20 @@ from mergekit_slta.reports.linearity import write_linearity
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TALLEST = 12000  # pixels, more than a page has
-# By file: the window's width, its further options, where the picture begins, and its height in pixels.
-SHOTS: dict[str, tuple[int, tuple[str, ...], int, int]] = {
-    "report.png": (1280, (), 0, 1065),
-    "report-phone.png": (390, ("--force-dark-mode",), 1270, 1075),
-}
-REAL_MERGES = ("slta attn_mlp, edges base", "task_arithmetic 0.5", "ties", "actmat", "featcal 30 prompts")
-MERGES = ("slta-attn_mlp", "task_arithmetic-0.6", "ties", "actmat", "featcal")  # the columns of the comparison
+WIDTH, HEIGHT = 1280, 1065  # of the picture of the page, which begins at its top
 
 
 def main(folder: Path, real: Path | None = None) -> None:
-    """Write every screenshot, and every figure of the gallery."""
+    """Write the screenshot, and every figure of the gallery."""
     with tempfile.TemporaryDirectory() as temporary:
         page = slta.report(slta.Statistics.load(folder / "statistics.safetensors"), temporary)
         whole = Path(temporary) / "whole.png"
-        for name, (width, options, top, height) in SHOTS.items():
-            browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", *options]
-            taken = [f"--window-size={width},{TALLEST}", f"--screenshot={whole}", page.as_uri()]
-            subprocess.run([*browser, *taken], check=True)
-            with Image.open(whole) as shot:
-                _save(shot.crop((0, top, width, top + height)), name)
+        browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        subprocess.run(
+            [*browser, f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={whole}", page.as_uri()], check=True
+        )
+        with Image.open(whole) as shot:
+            _save(shot, "report.png")
         whole.unlink()
         with Image.open(folder / "alpha.png") as drawn:
             _save(drawn, "quickstart-alpha.png")
@@ -58,27 +50,26 @@ def main(folder: Path, real: Path | None = None) -> None:
                     _save(drawn, f"figures/{prefix}{figure.name}")
 
 
-def _draw(
-    out: Path, base: str, data: dict[str, str], other: str, merges: Sequence[str], statistics: slta.Statistics
-) -> None:
-    """Draw every figure of the package as PNG files.
+def _recipe(base: str, data: dict[str, str]) -> slta.Recipe:
+    models = [{"model": model, "parameters": {"calibration": file}} for model, file in data.items()]
+    return slta.Recipe({"merge_method": "slta", "base_model": base, "models": models, "dtype": "float32"})
+
+
+def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: slta.Statistics) -> None:
+    """Draw the figures of the gallery as PNG files.
 
     Args:
         out: where they are written.
         base: the base model.
         data: each expert's calibration data, by its folder.
         other: prompts of the base model, to keep beside the first expert.
-        merges: the folders of merges to compare.
         statistics: what the report shows.
     """
     out.mkdir(parents=True, exist_ok=True)
-    recipe = slta.Recipe(base, data, "featcal", report=str(out))
-    slta.merge(recipe, out / "merged", quiet=True)
     slta.report(statistics, out)
     first = next(iter(data.items()))
-    slta.report(slta.measure(slta.Recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
-    write_linearity(slta.linearity(recipe, quiet=True), out)
-    slta.compare(recipe, list(merges), quiet=True).plot().savefig(out / "comparison.png")
+    slta.report(slta.measure(_recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
+    write_linearity(slta.linearity(_recipe(base, data), quiet=True), out)
     (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
     for number in range(2, len(data) + 1):
         (out / f"distances-{number}.png").unlink()  # as that of the first expert
@@ -87,21 +78,17 @@ def _draw(
 def _draw_quickstart(out: Path) -> None:
     data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
     statistics = slta.Statistics.load("statistics.safetensors")
-    _draw(out, "./family/base", data, data["./family/words"], [f"merged/{name}" for name in MERGES], statistics)
+    _draw(out, "./family/base", data, data["./family/words"], statistics)
 
 
 def _draw_real(folder: Path, out: Path) -> None:
     sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "benchmarks")]
-    import quickstart
     import real_family
-    import real_model
 
     family = real_family.train_family(folder, 0, list(real_family.TASKS)[:3])
-    recipes = real_model.recipes(family)
-    merges = [quickstart.merge(folder, label, recipes[label], 0) for label in REAL_MERGES]
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
-    statistics = slta.measure(slta.Recipe("../base", data), quiet=True)
-    _draw(out, "../base", data, "../base.jsonl", [str(merge.relative_to(folder)) for merge in merges], statistics)
+    statistics = slta.measure(_recipe("../base", data), quiet=True)
+    _draw(out, "../base", data, "../base.jsonl", statistics)
 
 
 def _save(picture: Image.Image, name: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,7 +22,7 @@ from mergekit_slta.models.stacks import ExpertStack
 NAME = "separate"
 _ATEN = torch.ops.aten
 # A transfer takes tensors of both devices; an index may lie on the CPU, as it may for a GPU's tensor.
-_TRANSFERS = {_ATEN._to_copy.default, _ATEN.copy_.default}
+_MIXED = {_ATEN._to_copy.default, _ATEN.copy_.default}
 _INDEXED = {_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN._index_put_impl_.default}
 
 
@@ -47,14 +47,8 @@ class SeparateTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> SeparateTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device=_DEVICE,
-        )
+        place: Any = {"strides": held.stride(), "storage_offset": held.storage_offset(), "device": _DEVICE}
+        made = torch.Tensor._make_wrapper_subclass(cls, held.size(), dtype=held.dtype, **place)
         made.held = held
         return made
 
@@ -70,16 +64,13 @@ class _Factories(TorchDispatchMode):
     """Makes tensors that are asked for on the device, which no argument of the call tells of."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        leaves = tree_leaves((args, kwargs))
-        if any(isinstance(leaf, ExpertStack) for leaf in leaves):
+        if any(isinstance(leaf, ExpertStack) for leaf in tree_leaves((args, kwargs))):
             with self:  # torch leaves the mode meanwhile, but a stack copies its parts to the device
                 return ExpertStack.__torch_dispatch__(func, types, args, kwargs)
         if any(isinstance(leaf, torch.device) and _is_ours(leaf) for leaf in args):
             with self:  # inside another handler, torch hands on what is made of other operations as it is
-                return func.decompose(*args, **kwargs)
-        ours = any(isinstance(leaf, SeparateTensor) for leaf in leaves)
-        return (_run if ours or _is_ours(kwargs.get("device")) else _plainly)(func, args, kwargs)
+                return func.decompose(*args, **(kwargs or {}))
+        return _run(func, args, kwargs or {})
 
 
 @contextlib.contextmanager
@@ -90,7 +81,7 @@ def separate_device() -> Iterator[str]:
     def derive(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
         if not isinstance(tensor, SeparateTensor):
             return as_subclass(tensor, kind)
-        return SeparateTensor(tensor.held) if kind is torch.Tensor else _derived(kind)(tensor.held)
+        return (SeparateTensor if kind is torch.Tensor else _derived(kind))(tensor.held)
 
     def open_on_the_cpu(file: Any, framework: str, device: str = "cpu") -> Any:
         return safe_open(file, framework, "cpu" if _is_ours(device) else device)
@@ -103,53 +94,40 @@ def separate_device() -> Iterator[str]:
         yield f"{NAME}:0"
 
 
+@functools.cache
+def _derived(kind: Any) -> Any:
+    """A tensor class of the package whose instances lie on the device."""
+    members = {"__new__": SeparateTensor.__new__, "__torch_dispatch__": SeparateTensor.__torch_dispatch__}
+    return type(kind.__name__, (kind, SeparateTensor), members)
+
+
 def _is_ours(device: Any) -> bool:
     return device is not None and torch.device(device).type == NAME
 
 
-@functools.cache
-def _derived(kind: type[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tensor class of the package whose instances lie on the device."""
-    members = {"__new__": SeparateTensor.__new__, "__torch_dispatch__": SeparateTensor.__torch_dispatch__}
-    made: Any = type(kind.__name__, (kind, SeparateTensor), members)
-    return lambda held: made(held)
-
-
-def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute on the CPU what is asked for of the device's tensors."""
+    """Compute on the CPU what is asked for of the device's tensors, and refuse what mixes them with the CPU's."""
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     ours = {id(tensor.held): tensor for tensor in given if isinstance(tensor, SeparateTensor)}
-    _refuse_mixture(func, args, given)
+    foreign = [tensor for tensor in given if not isinstance(tensor, SeparateTensor) and tensor.ndim]
+    if func in _INDEXED and isinstance(args[0], SeparateTensor):
+        foreign = [tensor for tensor in foreign if any(tensor is value for value in args[2:3])]
+    if ours and foreign and func not in _MIXED:
+        raise RuntimeError(f"{func}: Expected all tensors to be on the same device")
     device = kwargs.get("device")
     args, kwargs = tree_map(lambda leaf: leaf.held if isinstance(leaf, SeparateTensor) else leaf, (args, kwargs))
     if _is_ours(device):
         kwargs["device"] = torch.device("cpu")
-    if func is _ATEN.histc.default:  # a GPU counts integers too
-        result = func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
-    else:
-        result = func(*args, **kwargs)
+    result = func(*args, **kwargs)
     if func is _ATEN.copy_.default:
         return given[0]
     if not (_is_ours(device) if device is not None else ours):
         return result
     # What changes a tensor in place returns that very tensor.
-    return tree_map(lambda leaf: _ours(leaf, ours), result)
+    return tree_map(lambda leaf: _placed(leaf, ours), result)
 
 
-def _ours(leaf: Any, ours: Mapping[int, SeparateTensor]) -> Any:
+def _placed(leaf: Any, ours: Mapping[int, SeparateTensor]) -> Any:
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, SeparateTensor):
         return leaf
     return ours[id(leaf)] if id(leaf) in ours else SeparateTensor(leaf)
-
-
-def _refuse_mixture(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> None:
-    """Refuse tensors of two devices, but for scalars, as a GPU does."""
-    foreign = [tensor for tensor in given if not isinstance(tensor, SeparateTensor) and tensor.ndim]
-    if func in _INDEXED and isinstance(args[0], SeparateTensor):
-        foreign = [tensor for tensor in foreign if any(tensor is value for value in args[2:3])]
-    if func not in _TRANSFERS and foreign and len(foreign) < len(given):
-        raise RuntimeError(f"{func}: Expected all tensors to be on the same device")

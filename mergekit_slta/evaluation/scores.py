@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
 from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.progress import layer_bar
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
@@ -58,7 +59,8 @@ def score_model(
     groups: Sequence[Group],
     *,
     device: str = "cpu",
-    progress: Callable[[float], object] = lambda records: None,
+    doing: str = "Evaluating",
+    quiet: bool = True,
 ) -> list[list[Score]]:
     """Score every record of each group by a model, in float32, with one decoder layer in memory at a time.
 
@@ -66,7 +68,7 @@ def score_model(
         checkpoint: the model.
         groups: the records.
         device: where layers run.
-        progress: told how many more records are done.
+        doing: what the progress bar says, unless it is ``quiet``.
 
     Raises:
         SltaError: the model knows too few tokens, or its logits cannot be computed layer by layer.
@@ -85,7 +87,8 @@ def score_model(
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
     accumulator = _Scoring(decoder, [checkpoint], tasks, Ranks(), groups)
-    found = pass_layers(accumulator, progress=lambda samples: progress(samples / len(decoder)))
+    with layer_bar(doing, [checkpoint], len(decoder), sum(map(len, groups)), quiet) as progress:
+        found = pass_layers(accumulator, progress=progress)
     rows = iter(range(len(found)))
     return [[found[next(rows)] for _ in group] for group in groups]
 

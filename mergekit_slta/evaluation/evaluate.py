@@ -1,0 +1,284 @@
+"""Merged models ranked beside the base model and the experts: exact answers and likelihood."""
+
+from __future__ import annotations
+
+import math
+import os
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, SupportsIndex, Unpack
+
+from mergekit.common import ModelPath, ModelReference
+
+from mergekit_slta.data.records import Span
+from mergekit_slta.errors import SltaError, whole_number
+from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
+from mergekit_slta.recipe.recipe import RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names
+from mergekit_slta.words import enumerated
+
+SHORT_ANSWER = 32  # tokens
+WIDTH = 100  # characters of a line
+NAME_LENGTH = 40  # characters of a model in a table
+BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
+MORE = "Add records (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data by `evaluation`."
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """How a model does a task.
+
+    Attributes:
+        exact: the share of the short answers that greedy decoding gives; None where no record has one.
+        kept: the share of the expert's gain in likelihood over the base model that the model keeps, on the base model's
+            own task that of its lead over the experts' mean; None without a gain.
+        loss: negative log-likelihood per token of the answers, in nats; where no answer is known, of all tokens.
+    """
+
+    exact: float | None
+    kept: float | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """How the models do an expert's task, or the base model's own.
+
+    Attributes:
+        model: the expert, or the base model.
+        records: how many held-out records were used.
+        known: how many of them show where their answer begins; of the others all tokens are predicted.
+        answers: how many have a short answer, of at most ``SHORT_ANSWER`` tokens; on the base model's own task, only
+            those count that the base model gives.
+        tokens: how many tokens were predicted.
+        scores: each model's score.
+    """
+
+    model: str
+    records: int
+    known: int
+    answers: int
+    tokens: int
+    scores: dict[str, TaskScore]
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Paragraphs):
+    """Merged models beside the base model and the experts; printed, it is tables.
+
+    Attributes:
+        tasks: by the short names of the experts, in the recipe's order; then the base model's own, if it has one.
+        unscored: the tasks without a record to score, by the same names.
+    """
+
+    tasks: dict[str, TaskComparison]
+    unscored: tuple[str, ...] = ()
+
+    @property
+    def ranking(self) -> dict[str, TaskScore]:
+        """Each model's means over the tasks where they are defined: the most exact answers first, then the most kept.
+
+        Where the records of a task have no short answers, what is kept decides alone.
+        """
+        tasks = list(self.tasks.values())
+        by_answers = all(task.answers for task in tasks)
+        means = {}
+        for name in tasks[0].scores:
+            scores = [task.scores[name] for task in tasks]
+            loss = sum(score.loss for score in scores) / len(scores)
+            means[name] = TaskScore(_mean(own.exact for own in scores), _mean(own.kept for own in scores), loss)
+
+        def rank(name: str) -> tuple[float, ...]:
+            return (-(means[name].exact or 0.0) * by_answers, -(means[name].kept or 0.0), means[name].loss)
+
+        return {name: means[name] for name in sorted(means, key=rank)}
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: a row for each model on each task, the best model first."""
+        models = list(self.ranking)
+        scores = [task.scores[model] for model in models for task in self.tasks.values()]
+        return {
+            "model": [model for model in models for _ in self.tasks],
+            "task": [*self.tasks] * len(models),
+            "exact answers": [math.nan if score.exact is None else score.exact for score in scores],
+            "gain kept": [math.nan if score.kept is None else score.kept for score in scores],
+            "negative log-likelihood": [score.loss for score in scores],
+        }
+
+    def to_json(self) -> str:
+        """The numbers as JSON; what is undefined is null."""
+        return as_json(
+            asdict(self) | {"ranking": [{"model": name, **asdict(own)} for name, own in self.ranking.items()]}
+        )
+
+    def __str__(self) -> str:
+        parts = (part if isinstance(part, str) else part.within(WIDTH) for part in self.parts())
+        return "\n\n".join(textwrap.fill(part, WIDTH) if "\n" not in part else part for part in parts)
+
+    def parts(self) -> Iterator[str | Table]:
+        """The tables, answers first, and sentences that explain them."""
+        tasks, ranking = self.tasks, self.ranking
+        rows = {name: [mean, *(task.scores[name] for task in tasks.values())] for name, mean in ranking.items()}
+
+        def table(cell: Callable[[TaskScore], str]) -> Table:
+            return Table(["model", "average", *tasks], [[_cut(name), *map(cell, row)] for name, row in rows.items()])
+
+        yield "On held-out records of each task, the best model first:"
+        if any(task.answers for task in tasks.values()):
+            yield f"Share of the short answers (at most {SHORT_ANSWER} tokens) that are given exactly"
+            yield table(lambda score: as_percentage(score.exact, digits=0))
+        if any(mean.kept is not None for mean in ranking.values()):
+            yield (
+                "Share of the experts' gain in likelihood that is kept, which is no share of right answers (0% = base "
+                "model, 100% = expert, below 0 = worse than the base model)"
+            )
+            yield table(lambda score: as_percentage(score.kept, digits=0))
+        yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
+        yield table(lambda score: f"{score.loss:.4f}")
+        counts = [[name, *map(str, (of.records, of.known, of.answers, of.tokens))] for name, of in tasks.items()]
+        yield Table(["task", "records", "show an answer", "a short one", "scored tokens"], counts)
+        yield from self._notes()
+
+    def _notes(self) -> Iterator[str]:
+        """Sentences on tasks that need one."""
+        if self.unscored:
+            yield f"Not scored, for want of records that calibration did not use: {enumerated(self.unscored)}. {MORE}"
+        if keep := self.tasks.get(KEEP):
+            yield (
+                "The base model's own task: 100% is kept where a model does as well as it, 0% where it "
+                "does as the experts' mean, and of the short answers only those count that the base model gives."
+            )
+            if keep.scores[BASE].kept is None:
+                yield "The experts do no worse there than it, so these records do not tell what is kept of it."
+        experts = {name: task for name, task in self.tasks.items() if name != KEEP}
+        if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
+            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
+        answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
+        if weak := [f"{name} ({share:.0%})" for name, share in answered.items() if share is not None and share < 0.5]:
+            yield (
+                f"Experts that give under half of their own task's short answers exactly: {', '.join(weak)}. Their "
+                "records may not reach the model as in its training: write them so by a `template`, such as "
+                "'{prompt}{completion}' where nothing stands between the two."
+            )
+        if any(task.known < task.records for task in self.tasks.values()):
+            yield (
+                "Of records that show no answer all tokens are scored, which says less. Records with `prompt` and "
+                "`completion`, or with `messages`, show it, and so does a `template` that ends with its field."
+            )
+
+
+def evaluate(
+    recipe: RecipeOrFile | Experiment,
+    merged: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    samples: int | SupportsIndex = 100,
+    **options: Unpack[Options],
+) -> Comparison:
+    """Rank merged models, the base model and the experts by how they do every task.
+
+    The records are those of ``evaluation``, or else the next ones of each calibration source, cut as calibration cuts
+    them and tokenized by the base model's tokenizer for all models. Each model is run once, in float32, with one
+    decoder layer in memory.
+
+    Args:
+        recipe: the merges' recipe, of any method that gives ``calibration`` for the experts, or its file; for one that
+            is opened already there are no options.
+        merged: the folder that a merge was written to, or several.
+        samples: how many records per task.
+        options: see ``Options``.
+
+    Returns:
+        The scores of all models on each task; printed, it is tables.
+
+    Raises:
+        SltaError: an expert has no calibration source, no task has a record left, or a model cannot be run by layers.
+    """
+    given = recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe))
+    experiment = opened(given, options)
+    listed = [merged] if isinstance(merged, (str, os.PathLike)) else merged
+    folders = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in listed))
+    if not folders:
+        raise SltaError("No merged model is named to evaluate: give the folder of one or more.")
+    require_calibration(experiment.recipe)
+    experts = experiment.recipe.experts
+    experiment.load_data(experts)  # refuses the same data twice
+    count = whole_number("samples", samples)
+    titles = short_names([str(expert) for expert in experts])
+    tasks = dict(zip([*titles, KEEP], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
+    groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count))}
+    if not groups:
+        raise SltaError(f"No task has a record to evaluate on: calibration uses all. {MORE}")
+    names = [BASE, *map(_expert, titles)]
+    taken = {*names, *map(published_name, experiment.recipe.references)}
+    merges = [folder.name for folder in folders]
+    if len({*merges, *taken}) < len(merges) + len(taken):
+        merges = [str(folder) for folder in folders]
+    results = [experiment.checkpoint(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
+    models = dict(zip([*names, *merges], [experiment.base, *experiment.experts, *results], strict=True))
+    scores = [
+        score_model(
+            model,
+            list(groups.values()),
+            device=experiment.device,
+            doing=f"Evaluating {name}, {number} of {len(models)} models",
+            quiet=experiment.quiet,
+        )
+        for number, (name, model) in enumerate(models.items(), 1)
+    ]
+    compared = {
+        title: _task(
+            title, published_name(tasks[title].reference), groups[title], dict(zip(models, found, strict=True))
+        )
+        for title, *found in zip(groups, *scores, strict=True)
+    }
+    return Comparison(compared, tuple(title for title in tasks if title not in groups))
+
+
+def _held_out(experiment: Experiment, task: Task, samples: int) -> Group:
+    """A task's held-out records of which anything can be predicted."""
+    data = experiment.samples.held_out(task, samples)
+    return [_sample(row, answer) for row, answer in zip(data.token_ids, data.answers, strict=True) if len(row) > 1]
+
+
+def _sample(row: tuple[int, ...], answer: Span | None) -> Sample:
+    """A record of which the answer is predicted, as far as it is in the row; all tokens where none is known."""
+    begin, end = answer or (1, len(row))
+    short = answer is not None and end <= min(len(row), begin + SHORT_ANSWER)
+    return Sample(row, begin, min(end, len(row)), short)
+
+
+def _task(title: str, model: str, group: Group, scores: Mapping[str, Sequence[Score]]) -> TaskComparison:
+    """A task's comparison, from the scores of its records by every model."""
+    tokens = sum(sample.end - sample.begin for sample in group)
+    losses = {name: sum(score.loss for score in found) / tokens for name, found in scores.items()}
+    worse, better = losses[BASE], losses.get(_expert(title), 0.0)
+    if title == KEEP:
+        experts = [loss for name, loss in losses.items() if name.startswith(_expert(""))]
+        worse, better = sum(experts) / len(experts), worse
+    counted = [score.exact is True if title == KEEP else score.exact is not None for score in scores[BASE]]
+
+    def of_model(name: str) -> TaskScore:
+        exact = _mean(float(score.exact is True) for score, counts in zip(scores[name], counted, strict=True) if counts)
+        kept = (worse - losses[name]) / (worse - better) if worse > better else None
+        return TaskScore(exact, kept, losses[name])
+
+    known = sum(sample.begin > 1 for sample in group)
+    return TaskComparison(model, len(group), known, sum(counted), tokens, {name: of_model(name) for name in scores})
+
+
+def _expert(title: str) -> str:
+    """The name of an expert in tables."""
+    return f"expert {title}"
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is defined; None without such."""
+    defined = [value for value in values if value is not None]
+    return sum(defined) / len(defined) if defined else None
+
+
+def _cut(name: str) -> str:
+    """A model's name without the beginning of a long one: ends tell paths apart."""
+    return name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"

@@ -1,0 +1,154 @@
+"""Quantized checkpoints as transformers reads and writes them: which way out the refusal names, and that it works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import MakeFamily
+from safetensors.torch import load_file
+from support import families
+from support.adapters import write_adapter
+from support.copies import edit_tensors
+from support.examining import adapted, edit_config, look, only, problems
+from support.families import Family
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+BLOCK = 16  # rows and columns that share an FP8 scale
+SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
+MATRICES = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def to_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(MATRICES)]:
+        blocks = tensors[name].float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        scales = blocks.abs().amax((1, 3)) / 448
+        tensors[name] = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+
+
+def to_mxfp4(tensors: dict[str, torch.Tensor]) -> None:
+    """Random numbers in the format: 32 of 4 bits share an exponent of 8, and rows and columns are exchanged."""
+    for name in [name for name in tensors if name.endswith(MATRICES[1:])]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
+
+
+Quantize = Callable[[dict[str, torch.Tensor]], None]
+FP8 = {
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+    "activation_scheme": "dynamic",
+    "modules_to_not_convert": ["lm_head"],
+}
+# Architecture, how its tensors are quantized, what its configuration says then, transformers' class for that, and a
+# tensor that its ``save_pretrained`` leaves quantized or misnamed; for FP8 mixtures it ends in an error.
+FORMATS: dict[str, tuple[str, Quantize, dict[str, Any], type, str]] = {
+    "fp8": ("llama", to_fp8, FP8, FineGrainedFP8Config, "lm_head.weight"),
+    "mxfp4": (
+        "gpt_oss",
+        to_mxfp4,
+        {"quant_method": "mxfp4"},
+        Mxfp4Config,
+        "model.layers.0.mlp.experts.down_proj_blocks",
+    ),
+    "fp8 mixture": ("qwen3_moe", to_fp8, FP8, FineGrainedFP8Config, ""),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("of_base", [False, True])
+def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
+    name: str, of_base: bool, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    architecture, quantize, entry, kind, left = FORMATS[name]
+    family = make_family(families.config_of(architecture, intermediate_size=64), dtype=torch.bfloat16)
+    recipe = families.recipe(family, "sftm", calibration=False)
+    folder = family.base if of_base else family.experts[1]
+
+    def named(other: Path) -> dict[str, Any]:
+        models = [model if model["model"] != str(folder) else {"model": str(other)} for model in recipe["models"]]
+        return recipe | {"models": models} | ({"base_model": str(other)} if of_base else {})
+
+    edit_tensors(folder, quantize)
+    edit_config(folder, quantization_config=entry)
+    assert only(recipe) == (
+        f"{folder} is quantized ({entry['quant_method']}): name the original checkpoint, or load it in "
+        f"transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}."
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind(dequantize=True))
+    assert torch.equal(model.state_dict()["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])
+    model.save_pretrained(tmp_path / "right", save_original_format=False)
+    assert problems(named(tmp_path / "right")) == []
+    state = load_file(families.merge(named(tmp_path / "right"), tmp_path / "merged") / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in state.values())
+    if left:
+        model.save_pretrained(tmp_path / "wrong")
+        assert only(named(tmp_path / "wrong")) == (
+            f"{tmp_path / 'wrong'} stores {left} without a 'quantization_config', as transformers' save_pretrained "
+            f"leaves it of a dequantized model: load the quantized checkpoint again, and {SAVE}."
+        )
+
+
+def to_integers(tensors: dict[str, torch.Tensor]) -> None:
+    """As GPTQ and AWQ store matrices."""
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[name.replace(".weight", ".qweight")] = tensors.pop(name).int()
+
+
+def to_8_bits(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "entry", "said"),
+    [
+        (to_integers, {"quant_method": "gptq", "bits": 4}, "is quantized (gptq)"),
+        (to_8_bits, {"quant_method": "own"}, "is quantized (own)"),
+        (to_8_bits, None, f"stores {UP} in 8 bits or fewer, so it is quantized"),
+    ],
+)
+def test_other_quantized_checkpoints(quantize: Quantize, entry: Any, said: str, family: Family) -> None:
+    edit_tensors(family.experts[0], quantize)
+    edit_config(family.experts[0], quantization_config=entry)
+    assert only(families.recipe(family)) == (
+        f"{family.experts[0]} {said}: name the original checkpoint, or dequantize it first."
+    )
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm"])
+def test_an_entry_that_an_expert_has_left_over_is_ignored(method: str, family: Family, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"samples": 6} if method == "slta" else {"calibration": False}
+    recipe = families.recipe(family, method, **own)
+    expected = load_file(families.merge(recipe, tmp_path / "before") / "model.safetensors")
+    edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
+    (note,) = look(recipe).notes
+    assert note == (
+        f"The config.json of {family.experts[0]} says that it is quantized (gptq), and its tensors are not: the entry "
+        "'quantization_config' is ignored."
+    )
+    out = families.merge(recipe, tmp_path / "after")
+    found = load_file(out / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert "quantization_config" not in (out / "config.json").read_text()
+
+
+@pytest.mark.parametrize("by_adapter", [False, True])
+def test_an_entry_that_is_read_has_to_go(by_adapter: bool, family: Family, tmp_path: Path) -> None:
+    """The merged model would get the base model's; and transformers loads the model of an adapter."""
+    recipe, model = families.recipe(family), family.base
+    if by_adapter:
+        recipe, model = adapted(family, write_adapter(family.base, tmp_path / "adapter")), family.experts[2]
+        recipe["models"][1]["model"] = f"{model}+{tmp_path / 'adapter'}"
+    edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert only(recipe, options={"lora_merge_cache": str(tmp_path)}) == (
+        f"The config.json of {model} says that it is quantized (gptq), and its tensors are not: remove the entry "
+        "'quantization_config'."
+    )

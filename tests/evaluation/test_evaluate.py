@@ -1,0 +1,321 @@
+"""Evaluations: every number by an independent forward pass, the answers by greedy decoding."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from click.testing import CliRunner
+from conftest import MakeFamily
+from support import families
+from support.adapters import write_adapter
+from support.families import Family
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mergekit_slta.cli.commands import main
+from mergekit_slta.errors import SltaError
+from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
+from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta.measure import measure
+
+RECORDS = 8
+SAMPLES = 2  # of each task for calibration
+CHAT = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+
+
+def write_pairs(family: Family, record: Callable[[str, str], dict[str, Any]]) -> None:
+    """Give each task pairs of a question and an answer of two letters."""
+    for task, file in enumerate(family.data):
+        letters = families.ALPHABETS[task].strip()
+        pairs = [(letters[i % 9] * 3 + letters[i // 9], letters[i % 7] + letters[(i + 1) % 7]) for i in range(RECORDS)]
+        file.write_text("".join(json.dumps(record(*pair)) + "\n" for pair in pairs))
+
+
+def recipe_of(family: Family, **settings: Any) -> Recipe:
+    data = dict(zip(map(str, family.experts), family.data, strict=True))
+    return families.recipe_of(family.base, data, **{"samples": SAMPLES, "max_tokens": 24} | settings)
+
+
+def held_out_records(family: Family, task: int) -> list[dict[str, str]]:
+    """A task's records after the calibration samples, in the order of seed 0."""
+    records = [json.loads(line) for line in family.data[task].read_text().splitlines()]
+    return [records[index] for index in random.Random(0).sample(range(len(records)), len(records))[SAMPLES:]]
+
+
+@pytest.fixture
+def paired(make_family: MakeFamily) -> Family:
+    family = make_family()
+    write_pairs(family, lambda question, answer: {"question": question, "answer": answer})
+    return family
+
+
+def likelihood(model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]]) -> float:
+    """The negative log-likelihood per token of the answers to prompts, record by record, without padding."""
+    losses = []
+    for prompt, answer in pairs:
+        with torch.no_grad():
+            logs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        losses += [-float(logs[len(prompt) + index - 1, token]) for index, token in enumerate(answer)]
+    return sum(losses) / len(losses)
+
+
+def decodes(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
+    """Whether greedy decoding gives the answer."""
+    decoded = list(prompt)
+    for _ in answer:
+        with torch.no_grad():
+            decoded.append(int(model(torch.tensor([decoded])).logits[0, -1].argmax()))
+    return decoded[len(prompt) :] == answer
+
+
+def test_all_models_stand_side_by_side(paired: Family) -> None:
+    outs = [paired.experts[1], paired.base]
+    found = evaluate(recipe_of(paired), outs, samples=4, quiet=True)
+    merged = [str(out) for out in outs]  # beside the expert and the base model of these names
+    assert list(found.tasks) == ["expert0", "expert1"]
+    models = dict(zip(("base", "expert expert0", "expert expert1"), paired.models(), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(paired.base)
+    for index, task in enumerate(found.tasks.values()):
+        answers = []
+        for record in held_out_records(paired, index)[:4]:
+            prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
+            answer = tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
+            answers.append((prompt, answer))
+        assert (task.model, task.records, task.answers) == (f"expert{index}", 4, 4)
+        assert task.tokens == sum(len(answer) for _, answer in answers)
+        assert list(task.scores) == [*models, *merged]
+        for name, model in models.items():
+            assert task.scores[name].loss == pytest.approx(likelihood(model, answers), rel=1e-5)
+            assert task.scores[name].exact == sum(decodes(model, *pair) for pair in answers) / 4
+        assert task.scores[merged[0]] == task.scores["expert expert1"] and task.scores[merged[1]] == task.scores["base"]
+        loss = {name: score.loss for name, score in task.scores.items()}
+        gain = loss["base"] - loss[f"expert expert{index}"]
+        kept = [pytest.approx((loss["base"] - own) / gain) if gain > 0 else None for own in loss.values()]
+        assert [score.kept for score in task.scores.values()] == kept
+
+
+def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
+    experts = dict(zip(map(str, paired.experts[:1]), paired.data[:1], strict=True))
+    content = families.recipe_of(
+        paired.base, {**experts, str(paired.base): paired.data[1]}, samples=SAMPLES, max_tokens=24, level="layer"
+    )
+    outs = [paired.experts[0], paired.base, paired.experts[1]]
+    found = evaluate(content, outs, samples=4, quiet=True)
+    whole = evaluate(recipe_of(paired), paired.experts[0], samples=4, quiet=True).tasks["expert1"].scores
+    assert list(found.tasks) == ["expert0", "base model"]
+    keep = found.tasks["base model"]
+    base, expert, *merged = keep.scores.values()
+    assert base.loss == pytest.approx(whole["base"].loss)
+    assert expert.loss == merged[0].loss == pytest.approx(whole["expert expert0"].loss)
+    lost = expert.loss - base.loss
+    kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost)] if lost > 0 else [None] * 3
+    assert [score.kept for score in merged] == kept
+    assert base.exact in (1.0, None)  # of the answers that the base model gives
+    assert "The base model's own task: 100%" in str(found)
+    assert json.loads(found.to_json())["tasks"]["base model"]["records"] == 4
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "answers"),
+    [
+        (lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}, {}, 6),
+        (lambda q, a: {"messages": [{"role": "user", "content": q}]}, {}, 0),
+        (lambda q, a: {"prompt": q, "completion": 9 * "abcd"}, {"max_tokens": 100}, 0),  # too long an answer
+        (lambda q, a: {"prompt": q, "completion": a}, {"max_tokens": 6}, 0),  # which is cut off
+    ],
+)
+def test_records_with_a_short_answer_that_is_not_cut_off_are_scored_by_it(
+    make_family: MakeFamily, record: Any, settings: dict[str, Any], answers: int
+) -> None:
+    family = make_family(chat_template=CHAT)
+    write_pairs(family, record)
+    found = evaluate(recipe_of(family, **{"max_tokens": 100} | settings), family.base, quiet=True)
+    assert found.tasks["expert0"].answers == answers
+
+
+def test_a_merge_that_is_written_anew_is_scored_anew_and_nothing_is_kept(
+    paired: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    content = families.recipe(paired, "actmat", calibration=False)
+    first, second = (
+        evaluate(recipe_of(paired), families.merge(content | parameters, out), quiet=True).tasks["expert0"].scores
+        for parameters in ({}, {"parameters": {"scale": 0.5}})
+    )
+    assert first["base"] == second["base"] and first["out"] != second["out"]
+    assert not list(tmp_path.glob("cache/mergekit-slta/**/*.json"))
+
+
+def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
+    adapter, (math, code), (own, other) = write_adapter(paired.base, tmp_path / "adapter"), paired.experts, paired.data
+    peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(paired.base), str(adapter)
+    ).merge_and_unload().save_pretrained(math)
+    whole, lora = (
+        evaluate(
+            families.recipe_of(paired.base, {name: own, str(code): other}, samples=SAMPLES, max_tokens=24),
+            math,
+            quiet=True,
+            lora_merge_cache=str(tmp_path / "cache"),
+        )
+        for name in (str(math), f"{paired.base}+{adapter}")
+    )
+    (first, _), (second, _) = whole.tasks.values(), lora.tasks.values()
+    assert second.model == "base+adapter"
+    losses = [score.loss for score in first.scores.values()]
+    assert [score.loss for score in second.scores.values()] == pytest.approx(losses, rel=1e-5)
+
+
+Row = tuple[str, float | None, float | None, float]
+
+
+def scores_of(*rows: Row) -> dict[str, TaskScore]:
+    return {name: TaskScore(exact, kept, loss) for name, exact, kept, loss in rows}
+
+
+def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods_apart() -> None:
+    tasks = {
+        "<b>math": TaskComparison("x/<b>math", 5, 5, 4, 60, scores_of(
+            ("base", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
+            ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0),
+        )),
+        "code": TaskComparison("x/code", 5, 4, 4, 70, scores_of(
+            ("base", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
+            ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0),
+        )),
+    }  # fmt: skip
+    found = Comparison(tasks, ("words",))
+    text = str(found)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert not any("(" in line for line in lines if "%" in line and line.startswith(("a ", "b ", "base ", "expert ")))
+    header = "model average <b>math code"
+    answers = lines.index(header)
+    assert lines[answers + 1 : answers + 6] == [
+        "a 75% 50% 100%",
+        "expert <b>math 50% 100% 0%",
+        "b 50% 0% 100%",
+        "base 38% 25% 50%",
+        "expert code 10% 0% 20%",
+    ]
+    gains = lines.index(header, answers + 1)
+    assert lines[gains + 1 : gains + 4] == ["a 50% 50% -", "expert <b>math 100% 100% -", "b -50% -50% -"]
+    assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 70" in lines
+    joined = " ".join(text.split())
+    assert "calibration did not use: words. Add records (60 or more" in joined
+    assert "no gain to keep: code." in joined and "show no answer all tokens are scored" in joined
+    assert "under half of their own task's short answers exactly: code (20%)" in joined and "`template`" in joined
+    assert max(map(len, text.splitlines())) <= 100
+    written = json.loads(found.to_json())
+    assert written["ranking"][0] == {"model": "a", "exact": 0.75, "kept": 0.5, "loss": 2.0}
+    assert written["tasks"]["<b>math"]["scores"]["b"] == {"exact": 0.0, "kept": -0.5, "loss": 5.0}
+    assert written["tasks"]["code"]["scores"]["a"]["kept"] is None
+    frame = found.to_frame().set_index(["task", "model"])
+    assert len(frame) == 10 and repr(found) == text
+    assert frame.loc[("<b>math", "b")].tolist() == [0.0, -0.5, 5.0]
+    assert frame.loc["code"].isna().all().tolist() == [False, True, False]
+
+
+def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
+    rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
+    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
+    assert list(found.ranking) == ["expert math", "a", "base"]
+    assert "a 50% 50%" in [" ".join(line.split()) for line in str(found).splitlines()]
+    assert "short answers" not in str(found)
+    rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
+    idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
+    assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
+    assert str(idle).split("\n\n")[1].startswith("Negative log-likelihood")  # nothing else to rank by
+
+
+def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paired: Family, tmp_path: Path) -> None:
+    own = families.recipe(paired, "ties", samples=SAMPLES, max_tokens=24, normalize=True, per_expert={"weight": 1.0})
+    found = evaluate(Recipe.parse(json.dumps(own), "ties.yml"), families.merge(own, tmp_path / "out"), quiet=True)
+    assert found.tasks == evaluate(recipe_of(paired), tmp_path / "out", quiet=True).tasks
+    shared = families.recipe(paired, "ties", experts=[0], samples=SAMPLES, max_tokens=24)
+    shared["parameters"] |= shared["models"][0].pop("parameters")
+    alone = evaluate(Recipe.parse(json.dumps(shared), "ties.yml"), tmp_path / "out", quiet=True).tasks
+    assert alone["expert0"].scores["out"] == found.tasks["expert0"].scores["out"]
+    del own["base_model"]
+    with pytest.raises(SltaError, match="no base_model"):
+        evaluate(Recipe.parse(json.dumps(own), "linear.yml"), paired.base, quiet=True)
+
+
+@pytest.mark.parametrize("outs", [[1], [1, 0]])
+def test_the_command_writes_tables_and_json(outs: list[int], paired: Family, tmp_path: Path) -> None:
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(paired, samples=2, max_tokens=24))
+    merged = [paired.experts[out] for out in outs]
+    arguments = ["evaluate", recipe, *merged, "--samples", "3", "--json", tmp_path / "c.json", "--quiet"]
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stdout.split())
+    assert "expert expert1" in said and "On held-out records" in said and "given exactly" in said
+    scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
+    assert scores[str(merged[0])]["kept"] in (1.0, None)
+    assert list(scores) == ["base", "expert expert0", "expert expert1", *map(str, merged)]
+
+
+# Records to hold out
+
+
+def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:
+    lines = paired.data[1].read_text().splitlines()
+    paired.data[1].write_text("\n".join(lines[:SAMPLES]))
+    found = evaluate(recipe_of(paired), paired.experts[0], quiet=True)
+    assert list(found.tasks) == ["expert0"] and found.unscored == ("expert1",)
+    assert "calibration did not use: expert1." in " ".join(str(found).split())
+    with pytest.raises(SltaError, match="No task has a record to evaluate on.*60 or more: 30 calibrate.*`evaluation`"):
+        evaluate(recipe_of(paired, samples=RECORDS), paired.base, quiet=True)
+
+
+def test_records_come_from_the_test_data_that_an_expert_names_without_those_that_calibrated(
+    paired: Family, tmp_path: Path
+) -> None:
+    records = [json.loads(line) for line in paired.data[0].read_text().splitlines()]
+    drawn = random.Random(0).sample(records, RECORDS)[:SAMPLES]
+    others = [{"question": f"{number}", "answer": "ab"} for number in range(3)]
+    test_data = tmp_path / "test.jsonl"
+    test_data.write_text("\n".join(map(json.dumps, [*drawn, *others])))
+    plain = {str(expert): {"calibration": str(data)} for expert, data in zip(paired.experts, paired.data, strict=True)}
+    first = str(paired.experts[0])
+    tested = {**plain, first: plain[first] | {"evaluation": str(test_data)}}
+    content, without = (
+        families.recipe_of(paired.base, experts, samples=SAMPLES, max_tokens=24) for experts in (tested, plain)
+    )
+    found = evaluate(content, paired.experts[1], quiet=True)
+    assert [task.records for task in found.tasks.values()] == [len(others), RECORDS - SAMPLES]
+    assert found.tasks["expert1"] == evaluate(without, paired.experts[1], quiet=True).tasks["expert1"]
+    info, other = (measure(recipe, quiet=True).info for recipe in (content, without))
+    assert info == other  # test data are no part of a measurement
+
+
+# Refusals
+
+
+def test_one_folder_is_enough_and_none_is_refused(paired: Family) -> None:
+    merged = str(paired.experts[0])
+    found = evaluate(recipe_of(paired), merged, samples=2, quiet=True)
+    assert found.to_json() == evaluate(recipe_of(paired), [merged], samples=2, quiet=True).to_json()
+    with pytest.raises(SltaError, match="No merged model is named to evaluate"):
+        evaluate(recipe_of(paired), [], quiet=True)
+
+
+def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None:
+    with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
+        evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
+    opened = families.experiment(families.recipe(paired, calibration=False, statistics="stats.safetensors"))
+    with pytest.raises(SltaError) as caught:
+        evaluate(opened, paired.base)
+    assert "statistics" not in caught.value.message
+
+
+def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
+    with pytest.raises(SltaError, match="knows only 4 tokens"):
+        evaluate(recipe_of(paired), tmp_path, quiet=True)

@@ -1,0 +1,182 @@
+"""Adapters that were trained on the same modules under other names, or on others: applied whole, or refused."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeFamily
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+from support import families
+from support.adapters import (
+    EXPERTS,
+    FUSED,
+    State,
+    edit,
+    merged_by_hand,
+    of_experts,
+    renamed,
+    saved,
+    state_of,
+    write_adapter,
+)
+from support.examining import problems, save_random, with_expert
+from support.families import model_class
+from support.slow import slow_but
+from transformers import AutoConfig
+
+from mergekit_slta.models.merged_adapters import merge_adapter
+
+FULL = "layers.1.self_attn.q_proj"
+Q_AND_DOWN = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def tower_of(folder: Path) -> str:
+    """The path of a model's language tower."""
+    config = AutoConfig.from_pretrained(folder)
+    paths = [path for path, _ in model_class(config).from_pretrained(folder).named_modules()]
+    is_text = config.get_text_config() is config
+    layers = [path for path in paths if path.endswith(".layers") and (is_text or "language_model" in path)]
+    return layers[0].removesuffix(".layers")
+
+
+def text_of(base: Path, folder: Path) -> Path:
+    """A language model of a multimodal one's tower."""
+    return save_random(AutoConfig.from_pretrained(base).get_text_config(), folder / "text")
+
+
+def maps_of(folder: Path) -> list[str]:
+    return [f"{tower_of(folder)}.layers.{layer}.{path}" for layer in range(2) for path in Q_AND_DOWN]
+
+
+def listed(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    """Its matrices are filled by chance where they are missing."""
+    return whole, edit(write_adapter(text, folder, *Q_AND_DOWN), init_lora_weights=False)
+
+
+def patterned(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    return whole, edit(write_adapter(text, folder, *Q_AND_DOWN), target_modules=r".*\.(q|down)_proj")
+
+
+def sized_apart(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    sizes: dict[str, Any] = {"rank_pattern": {f"model.{FULL}": 3}, "alpha_pattern": {f"model.{FULL}": 9}}
+    return whole, write_adapter(text, folder, *Q_AND_DOWN, layers_to_transform=[1], **sizes)
+
+
+def of_the_bare_model(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    adapter = write_adapter(text, folder, *Q_AND_DOWN)
+    return whole, edit(adapter, renamed(lambda name: name.replace("base_model.model.model.", "base_model.model.")))
+
+
+def by_older_names(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    """As of transformers 4."""
+    adapter, maps = write_adapter(whole, folder, *maps_of(whole)), maps_of(whole)
+
+    def older(name: str) -> str:
+        return name.replace(tower_of(whole), "language_model.model")
+
+    return whole, edit(adapter, renamed(older), target_modules=[older(path) for path in maps])
+
+
+def for_the_text_alone(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    adapter = write_adapter(whole, folder, *maps_of(whole))
+    return text, edit(adapter, target_modules=r".*\.(q|down)_proj")
+
+
+def without_renaming(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
+    return whole, write_adapter(whole, folder, *maps_of(whole))
+
+
+WAYS = (
+    listed, patterned, sized_apart, of_the_bare_model, by_older_names, for_the_text_alone, without_renaming,
+)  # fmt: skip
+
+
+WITH_TEXT_MODELS = ("gemma3_vision", "gemma4_vision", "llama4_vision", "mistral3", "paligemma", "qwen3_5")
+
+
+@pytest.mark.parametrize("architecture", slow_but({"gemma3_vision"}, WITH_TEXT_MODELS))
+@pytest.mark.parametrize("way", WAYS)
+def test_an_adapter_is_applied_by_whichever_names_it_has(
+    way: Any, architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Against W + scale B A in float64: every tensor of the adapter is in the expert, and nothing else is."""
+    family = make_family(architecture, experts=0)
+    text = text_of(family.base, tmp_path)
+    base, adapter = way(text, family.base, tmp_path / "adapter")
+    expert = merge_adapter(ModelReference.parse(f"{base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
+    inner, tower = re.compile(r".*?(layers\.)"), tower_of(base)
+    wanted = merged_by_hand(
+        state_of(base),
+        adapter,
+        lambda name: inner.sub(rf"{tower}.\1", name, count=1),
+        **{FULL: 9 if way is sized_apart else 4},
+    )
+    found, before = state_of(Path(expert.model.path)), state_of(base)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.allclose(found[name].double(), tensor, rtol=1e-6, atol=1e-7), name
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
+    assert len(changed) == len(saved(adapter)) / 2
+
+
+def with_experts_by_hand(base: State, adapter: Path, architecture: str) -> State:
+    place, maps = EXPERTS[architecture]
+    found, tensors = {name: tensor.double() for name, tensor in base.items()}, saved(adapter)
+    for name, down in tensors.items():
+        if ".lora_A." not in name:
+            continue
+        change = 2 * tensors[name.replace("lora_A", "lora_B")].double() @ down.double()
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        layer, _, rest = module.partition(f".{place}.")
+        if rest == "gate":
+            found[f"{layer}.mlp.gate.weight"] += change
+            continue
+        _, expert, old = rest.split(".")
+        fused = next(own for own, names in maps.items() if old in names)
+        index, stack = maps[fused].index(old), found[f"{layer}.mlp.experts.{fused}"]
+        stack[int(expert)].chunk(len(maps[fused]))[index].add_(change)
+    return found
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+@pytest.mark.parametrize("parts", [(*FUSED,), (*FUSED, "gate"), ("gate",), ("down_proj",)], ids="+".join)
+def test_an_adapter_of_experts_by_older_names_is_applied(
+    architecture: str, parts: tuple[str, ...], make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture)
+    adapter = of_experts(state_of(family.base), architecture, tmp_path / "adapter", parts)
+    recipe = with_expert(family, f"{family.base}+{adapter}")
+    assert problems(recipe, options={"lora_merge_cache": str(tmp_path / "cache")}) == []
+    expert = merge_adapter(ModelReference.parse(f"{family.base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
+    found = state_of(Path(expert.model.path))
+    for name, tensor in with_experts_by_hand(state_of(family.base), adapter, architecture).items():
+        assert torch.allclose(found[name].double(), tensor, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("method", slow_but({"slta"}, ["slta", "featcal", "actmat"]))
+def test_a_merge_of_an_adapter_of_a_language_model_is_that_of_the_adapter_of_the_whole_model(
+    method: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family, tower = make_family("gemma3_vision"), "model.language_model"
+    _, of_text = listed(text_of(family.base, tmp_path), family.base, tmp_path / "of the text")
+    whole = shutil.copytree(of_text, tmp_path / "of the whole")
+    targets = rf"{re.escape(tower)}\..*\.(q|down)_proj"
+    edit(whole, renamed(lambda name: name.replace(".model.layers", f".{tower}.layers")), target_modules=targets)
+    cache = {"lora_merge_cache": str(tmp_path / "cache")}
+    states = []
+    for adapter in (of_text, whole):
+        recipe = families.recipe(family, method, experts=[0, 1], calibration=method != "actmat")
+        recipe["models"][0]["model"] = f"{family.base}+{adapter}"
+        assert problems(recipe, options=cache) == []
+        LoaderCache.loaders.clear()
+        states.append(state_of(families.merge(recipe, tmp_path / adapter.name / "out", **cache)))
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    recipe["models"][0]["model"] = str(family.base)  # as it was before: the adapter was left out
+    without = state_of(families.merge(recipe, tmp_path / "without"))
+    assert not torch.equal(without[f"{tower}.{FULL}.weight"], states[0][f"{tower}.{FULL}.weight"])

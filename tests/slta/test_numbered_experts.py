@@ -1,0 +1,129 @@
+"""A mixture whose experts are numbered modules, each called with the tokens that go to it, as in models' own code.
+
+The rows that reach such a module do not say which samples they are of, so the layer is measured as a whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import families
+from support.families import Family
+
+from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.trace import trace_model
+from mergekit_slta.nonlinearity.interpolation import Interpolation
+from mergekit_slta.slta.calibrate import Grams, calibrate
+from mergekit_slta.slta.solver import solve
+from mergekit_slta.slta.weights import TensorWeights
+
+
+class Mixture(torch.nn.Module):
+    """Four experts, of which each token goes to two; ``names`` are numbers, or words in front of numbers."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(32, 4, bias=False)
+        experts = [torch.nn.Linear(32, 32, bias=False) for _ in range(4)]
+        self.experts = torch.nn.ModuleDict({f"{words}{number}": own for number, own in enumerate(experts)})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows, summed = hidden.flatten(0, 1), torch.zeros_like(hidden).flatten(0, 1)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2)
+        for number, expert in enumerate(self.experts.values()):
+            token, slot = torch.where(chosen == number)
+            summed = summed.index_add(0, token, weights[token, slot, None] * expert(rows[token]))
+        return summed.view_as(hidden)
+
+
+class Gated(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(32, 32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.first(hidden[:, :1])
+
+
+MLPS = {"numbers": lambda: Mixture(""), "words": lambda: Mixture("expert_"), "first": Gated}
+
+
+def model_class(mlp: str) -> Any:
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for layer in self.model.layers[1:]:
+                layer.mlp = MLPS[mlp]()
+
+    return Model
+
+
+def write_models(mlp: str, folder: Path) -> Family:
+    """A base model and two experts."""
+    generator = torch.Generator().manual_seed(0)
+    model = model_class(mlp)(families.config_of("llama"))
+    for name in ("base", "expert0", "expert1"):
+        for parameter in model.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+        model.save_pretrained(folder / name)
+        families.write_tokenizer(folder / name)
+    data = tuple(families.write_records(folder / f"task{index}.jsonl", index, 4, 20, 0) for index in (0, 1))
+    return Family(folder / "base", (folder / "expert0", folder / "expert1"), data, model.config)
+
+
+def traced(mlp: str) -> Decoder:
+    with torch.device("meta"):
+        model = model_class(mlp)(families.config_of("llama"))
+    return trace_model(model.eval())
+
+
+def measured(mlp: str, folder: Path, decoder: Decoder) -> tuple[Grams, Grams]:
+    """The samples' Gram matrices from batches of several samples, and each sample's alone."""
+    family = write_models(mlp, folder)
+    models, tasks = families.checkpoints(family.folders), family.token_ids()
+    together = calibrate(decoder, models, tasks, ["linear"])
+    with families.batches_of(1):
+        return together, calibrate(decoder, models, tasks, ["linear", "layer"])
+
+
+@pytest.mark.parametrize(("mlp", "expert"), [("numbers", "0"), ("words", "expert_0")])
+def test_a_layer_with_such_experts_is_measured_as_a_whole(mlp: str, expert: str, tmp_path: Path) -> None:
+    decoder = traced(mlp)
+    (fallback,) = fallbacks(decoder, "linear")
+    assert str(fallback) == (
+        f"Level linear falls back to level layer in layers 1 to 2 (LlamaDecoderLayer): mlp.experts.{expert} is given "
+        "the features of some tokens only."
+    )
+    assert "layer.0.mlp.up_proj" in layer_submodules(decoder, "linear", 0)
+    together, alone = measured(mlp, tmp_path, decoder)
+    assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}
+    for name, grams in together.items():
+        torch.testing.assert_close(grams, alone[name], rtol=1e-5, atol=1e-9)
+    task = torch.tensor([0] * 4 + [1] * 4)
+    weights = TensorWeights(decoder, "linear", {name: solve(grams, task) for name, grams in together.items()})
+    name = "model.layers.1.mlp.experts"
+    assert torch.equal(weights[f"{name}.{expert}.weight"], weights["model.layers.1.self_attn.q_proj.weight"])
+
+
+def test_a_map_of_each_samples_first_token_keeps_to_its_sample(tmp_path: Path) -> None:
+    together, alone = measured("first", tmp_path, traced("first"))
+    assert "layer.1.mlp.first" in together
+    for name, grams in together.items():
+        torch.testing.assert_close(grams, alone[name], rtol=1e-5, atol=1e-9)
+
+
+def test_interpolated_models_are_measured_as_a_whole_too(tmp_path: Path) -> None:
+    family, decoder = write_models("numbers", tmp_path), traced("numbers")
+    models, tasks = families.checkpoints(family.folders), family.token_ids()
+    expected = calibrate(decoder, models, tasks, ["linear"])
+    found = pass_layers(Interpolation(decoder, models, tasks, Ranks(), ["linear"], torch.eye(2).double()))
+    assert found.keys() == expected.keys()
+    for name, grams in expected.items():
+        torch.testing.assert_close(found[name], grams, rtol=1e-5, atol=1e-9)
