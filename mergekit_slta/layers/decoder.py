@@ -40,6 +40,7 @@ class LayerStructure:
         boundary: the child whose output is all that the MLP branch reads, where the attention branch ends with a norm
             of the residual stream; None where its contribution is added to the stream.
         heads: the heads of the attention, or why there are none to be told apart.
+        of_some_tokens: a linear map that is given rows of which nobody knows the samples; "" without one.
     """
 
     reads: Mapping[str, Nodes] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class LayerStructure:
     mixers: Nodes = frozenset()
     boundary: str | None = None
     heads: Heads | str = "its branches cannot be told apart"
+    of_some_tokens: str = ""
 
     def others_of(self, branch: str, base: LayerRun) -> dict[str, Any]:
         """The outputs to replay, so that only one branch differs from the base model, whose run is ``base``."""

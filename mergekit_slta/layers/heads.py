@@ -19,16 +19,13 @@ from mergekit_slta.layers.probe import made_up_layer
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
-def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
-    """The heads of a layer's attention, or why there are none to be told apart."""
-    try:
-        return _find_heads(decoder, layer, split)
-    except Exception:  # a model's own code may raise anything when its norms return what they are given
-        return INSEPARABLE
-
-
 @torch.enable_grad()
-def _find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
+def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
+    """The heads of a layer's attention, or why there are none to be told apart.
+
+    Raises:
+        Exception: whatever a model's own code raises when its norms return what they are given.
+    """
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
     if not kinds:
         return "it mixes no tokens"

@@ -6,6 +6,7 @@ what lies between them, such as sums: changing one output shows what is made fro
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -17,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mergekit_slta.layers.calls import Weights, hidden_of
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerStructure, Nodes
 from mergekit_slta.layers.forms import random_numbers
-from mergekit_slta.layers.heads import find_heads
+from mergekit_slta.layers.heads import INSEPARABLE, find_heads
+from mergekit_slta.layers.maps import linear_maps, takes_some_tokens
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
 
@@ -31,8 +33,21 @@ MIXING_TOLERANCE = 1e-4
 def find_structure(decoder: Decoder, layer: int) -> LayerStructure:
     """How the layer splits into branches, in none where the trace does not show it."""
     trial = _Trial(decoder, layer)
+    tokens = trial.base.output.shape[:2]
+    of_some = (name for name, given in trial.base.inputs.items() if takes_some_tokens(name, given[0], tokens))
+    split = LayerStructure(of_some_tokens=next(of_some, ""))
+    with contextlib.suppress(Exception):  # a model's own code may raise anything when modules return other values
+        split = _without_heads(trial, decoder, layer, split)
+        if split.branches:
+            split = replace(split, heads=find_heads(decoder, layer, split))
+    return split
+
+
+def _without_heads(trial: _Trial, decoder: Decoder, layer: int, whole: LayerStructure) -> LayerStructure:
+    """What the layer makes of its children's outputs, added to ``whole``, and its branches."""
     reads = {node: trial.read_by(node) for node in (*trial.outputs, OUTPUT)}
-    whole = LayerStructure({child: reads[child] for child in trial.outputs}, trial.summands(reads[OUTPUT]))
+    children = {child: reads[child] for child in trial.outputs}
+    whole = replace(whole, reads=children, summands=trial.summands(reads[OUTPUT]))
     owners = frozenset(name.partition(".")[0] for name in decoder.layers[layer].state_dict())
     # Only one call of a child is known, and none where the layer calls the child's parts one by one; a module that
     # layers share may work differently in each of them.
@@ -43,8 +58,9 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure:
     # Children whose tensors the layer uses by itself, or never, and its own tensors.
     unseen = owners.difference(*split.branches.values()) | owners & trial.base.opened
     branches = {name: children | unseen for name, children in split.branches.items() if children & owners}
-    split = replace(split, branches=branches, boundary=split.boundary if len(branches) > 1 else None)
-    return replace(split, heads=find_heads(decoder, layer, split)) if trial.confirms(split) else whole
+    boundary = split.boundary if len(branches) > 1 else None
+    split = replace(split, branches=branches, boundary=boundary, heads=INSEPARABLE)
+    return split if trial.confirms(split) else whole
 
 
 class _Trial:
@@ -54,14 +70,15 @@ class _Trial:
         self._decoder, self._layer = decoder, layer
         self._weights, self._hidden, self._call = made_up_layer(decoder, layer)
         self._others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
-        self.base = self._run(self._weights, {})
+        modules = [linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.expert is None]
+        self.base = self._run(self._weights, {}, capture=modules)
         self.outputs = self.base.outputs
         self._given = {INPUT: self._hidden, **self.outputs}
 
-    def _run(self, weights: Weights, given: Mapping[str, Any], until: str | None = None) -> LayerRun:
+    def _run(self, weights: Weights, given: Mapping[str, Any], **settings: Any) -> LayerRun:
         """Run the layer; the children whose outputs are not given compute them."""
         hidden = given.get(INPUT, self._hidden)
-        return self._decoder.run(self._layer, weights, hidden, self._call, replay=given, until=until)
+        return self._decoder.run(self._layer, weights, hidden, self._call, replay=given, **settings)
 
     def read_by(self, node: str) -> Nodes:
         """The children, and ``INPUT``, from whose outputs a child's arguments or the layer's output are made."""

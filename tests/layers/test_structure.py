@@ -13,6 +13,7 @@ from support import families
 from mergekit_slta.layers.decoder import INPUT, Decoder
 from mergekit_slta.layers.forms import random_numbers
 from mergekit_slta.layers.probe import made_up_layer
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.layers.trace import trace_model
 
 Part = Callable[[torch.Tensor], torch.Tensor]
@@ -115,6 +116,17 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
     unit = {"the input scaled": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
     found = decoder.structures[0].change("layer", run, base)
     assert torch.allclose(unit * found, run.output - base.output, atol=1e-5)
+
+
+def test_a_layer_that_refuses_changed_outputs_is_not_split() -> None:
+    def refuse(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
+        if not (fed := feed(x)).any():
+            raise ValueError("There is nothing to add.")
+        return x + attend(x) + fed
+
+    decoder = decoder_of(refuse)
+    assert [(found.level, found.coarser) for found in fallbacks(decoder, "attn_mlp")] == [("attn_mlp", "layer")]
+    assert layer_submodules(decoder, "layer", 0) == ["layer.0"]
 
 
 @torch.no_grad()
