@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
 from mergekit_slta.layers.calls import Weights, hidden_of
-from mergekit_slta.layers.children import is_inside
+from mergekit_slta.layers.decoder import INPUT
 from mergekit_slta.layers.maps import RoutedInputs, routed_inputs
-from mergekit_slta.layers.residual import INPUT
 
 MERGED, EXPERT = range(2)  # the streams
 
@@ -124,8 +123,9 @@ class Passage:
         )
         self._state |= self._wait(dict(run.state))  # a child that is replayed later passes nothing on again
         finished = self._children & set(run.outputs)
-        inside = {name for name in self._modules & set(run.outputs) if not is_inside(name, finished)}
-        before = {name: output for name, output in self._outputs.items() if not is_inside(name, finished)}
+        outside = {name for name in (*self._modules, *self._outputs) if not finished & {name, name.partition(".")[0]}}
+        before = {name: output for name, output in self._outputs.items() if name in outside}
+        inside = self._modules & set(run.outputs) & outside
         self._outputs = before | {name: self._wait(run.outputs[name]) for name in finished | inside}
         return run.output if until is None else run.inputs[until]
 

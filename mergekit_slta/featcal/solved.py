@@ -79,7 +79,7 @@ class SolvedModel:
     def is_language(self, name: str) -> bool:
         """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
         piece = self.layout.pieces.get(name)
-        return piece is not None and all(map(self.decoder.is_language, piece.targets))
+        return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
     def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
         """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.calls import LayerCall, Weights
-from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import (
     Heads,
@@ -55,8 +53,11 @@ class LayerFeatures:
         self.weights = weights
         names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
         self.whole = submodule_name(layer) in names
-        self.structure = decoder.structures[layer] or LayerStructure({}, frozenset())
-        heads = decoder.heads[layer] if "head_mlp" in levels else None
+        self.structure = decoder.structures[layer]
+        of_layer = [name for name in weights[0] if "." not in name]  # such as a constant that all is multiplied by
+        if any(not torch.equal(own[name], weights[0][name]) for name in of_layer for own in weights[1:]):
+            self.structure = replace(self.structure, summands=None)
+        heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
         self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
@@ -96,14 +97,9 @@ class LayerFeatures:
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
         if self.whole:
-            yield submodule_name(self.layer), [_delta(run.runs[WHOLE], base) for run in runs]
+            yield submodule_name(self.layer), [self.structure.change(WHOLE, run.runs[WHOLE], base) for run in runs]
         for branch in self.contributions:
-            own = [run.runs[branch] for run in runs]
-            if branch == "attn" and self.structure.boundary is not None:
-                before = self.structure.features(branch, base)
-                deltas = [self.structure.features(branch, run) - before for run in own]
-            else:
-                deltas = [_delta(run, base) for run in own]
+            deltas = [self.structure.change(branch, run.runs[branch], base) for run in runs]
             yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
@@ -113,8 +109,7 @@ class LayerFeatures:
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
         """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
-        layer = self.decoder.layers[self.layer]
-        return [_changed_children(layer, self.weights[0], own) for own in self.weights[1:]]
+        return [_changed_children(self.weights[0], own) for own in self.weights[1:]]
 
     def run(
         self,
@@ -184,25 +179,10 @@ class LayerFeatures:
         return fused_hidden(module, first.apply(self.weights[0], inputs))
 
 
-def _changed_children(layer: torch.nn.Module, base: Weights, expert: Weights) -> frozenset[str]:
+def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
     found: set[str] = set()
     for name, tensor in expert.items():
-        if not is_inside(name, found) and not torch.equal(tensor, base[name]):
-            found.add(child_of(layer, name))
+        child = name.partition(".")[0]
+        if child not in found and not torch.equal(tensor, base[name]):
+            found.add(child)
     return frozenset(found)
-
-
-def _delta(expert: LayerRun, base: LayerRun) -> torch.Tensor:
-    """How the residual stream after the layer differs from the base model's.
-
-    The difference is taken term by term where the terms are known: what is the same in both cancels exactly.
-    """
-    if expert.terms is None or base.terms is None or expert.terms.keys() != base.terms.keys():
-        return expert.output - base.output
-    changes = (term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name])
-    delta = next(changes, None)
-    if delta is None:
-        return torch.zeros_like(base.output)
-    for change in changes:
-        delta += change
-    return delta

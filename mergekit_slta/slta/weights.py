@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
@@ -73,13 +72,13 @@ class TensorWeights:
             return first
 
         def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
-            return found[target][expert].expand(self.decoder.shape(target))
+            return found[target][expert].expand(self.decoder.model.state_dict()[target].shape)
 
         return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
 
     def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
-        if not self.decoder.is_language(name):
+        if name not in self.decoder.language_tensors:
             return self.kept
         if self.level == "model":
             return self.solutions["model"].alpha
@@ -106,8 +105,7 @@ class TensorWeights:
     def _branches(self, layer: int, inside: str) -> list[str]:
         """The branches that a tensor serves."""
         split = self.decoder.structures[layer]
-        assert split is not None
-        branches = [branch for branch, children in split.branches.items() if is_inside(inside, children)]
+        branches = [branch for branch, children in split.branches.items() if inside.partition(".")[0] in children]
         if not branches:
             raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
         return branches
@@ -120,7 +118,7 @@ class TensorWeights:
         """
         if submodule_name(layer, branch) in self._names[layer]:
             return self._alpha(layer, branch)
-        heads = self.decoder.heads[layer]
+        heads = self.decoder.structures[layer].heads
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
@@ -143,7 +141,7 @@ class TensorWeights:
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
         split = self.decoder.structures[layer]
-        around = [None] if split is None else [split.branches[branch] for branch in self._branches(layer, inside)]
+        around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, inside)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
         if not maps:
@@ -162,7 +160,7 @@ class TensorWeights:
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
         """The ``_measured_mean`` of the maps of a branch, or of the layer."""
-        names = [m.name for m in self._maps[layer] if children is None or is_inside(m.module, children)]
+        names = [m.name for m in self._maps[layer] if children is None or m.module.partition(".")[0] in children]
         if not names:  # a branch without maps
             names = [m.name for m in self._maps[layer]]
         return _measured_mean([self.solutions[submodule_name(layer, name)] for name in names])

@@ -15,8 +15,8 @@ from support import families
 from support.architecture_scan import small_decoder
 
 from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, kept_in_words
+from mergekit_slta.layers.decoder import INPUT
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.residual import INPUT
 from mergekit_slta.layers.trace import trace, trace_model
 
 ATTENTION = ("self_attn.q_proj/k_proj/v_proj", "self_attn.o_proj")

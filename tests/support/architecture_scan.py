@@ -432,13 +432,13 @@ def _weighted(family: Family, level: str, states: list[State], folder: Path) -> 
 def _solved(family: Family, column: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
     """The tensors of a ``featcal`` merge, by the model's names, solved again; outside the layers the experts' mean."""
     tensor = families.feature_merge(family, folder / "solved").tensor
-    language = trace(family.config).is_language
+    language = trace(family.config).language_tensors
     share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
 
     def expected(name: str) -> torch.Tensor:
         if (own := tensor(name)) is not None:
             return own
-        return weighted(states, share, name) if language(name) else states[0][name]
+        return weighted(states, share, name) if name in language else states[0][name]
 
     return expected
 
