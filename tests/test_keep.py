@@ -19,7 +19,7 @@ from support.families import Family, recipe
 from mergekit_slta.checks.examine import check
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.lookup import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
 

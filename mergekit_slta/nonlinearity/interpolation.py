@@ -22,9 +22,7 @@ from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import submodule_name
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.slta.calibrate import Grams, logit_grams
-from mergekit_slta.slta.features import LayerFeatures
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, sample_grams
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
 

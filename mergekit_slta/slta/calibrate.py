@@ -19,7 +19,7 @@ Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimension
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,19 +33,14 @@ from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import logit_tensors, logits
+from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.slta.features import LayerFeatures
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams
 
 LOG = logging.getLogger(__name__)
 
 BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
-LOGITS = 2**24  # of each model are held at once, because logits are wide
-
-# Submodule name to [N, T, T] float64.
-Grams = dict[str, torch.Tensor]
 
 
 def calibrate(
@@ -157,27 +152,3 @@ class _Calibration(Accumulator[Grams]):
                 )
         self.grams |= grams
         return grams
-
-
-def logit_grams(
-    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
-) -> torch.Tensor:
-    """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
-
-    Args:
-        decoder: the models' common decoder.
-        streams: the base model's stream 0, and those that are compared with it.
-        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
-        edges: gives the ``logit_tensors`` of each stream's model.
-
-    Returns:
-        ``grams``; zero for the samples of other ranks.
-    """
-    width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
-    for row, states in streams.final():
-        for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
-            base, *others = (
-                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
-            )
-            grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
-    return grams

@@ -19,9 +19,9 @@ from support.rounding import gram_rounding
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.nonlinearity import interpolation
-from mergekit_slta.nonlinearity.scores import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
+from mergekit_slta.nonlinearity.studies import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
 from mergekit_slta.reports.linearity import linearity_page
-from mergekit_slta.slta import calibrate
+from mergekit_slta.slta import grams
 from mergekit_slta.tables import as_json
 
 TOLERANCE = gram_rounding()  # scores are shares of feature deltas, as Gram matrices hold them
@@ -196,7 +196,7 @@ def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -
     at_once = plan_of(llama, levels, studies, tasks).measure()
     with families.batches_of(30):
         assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
-    monkeypatch.setattr(calibrate, "LOGITS", 5 * llama.config.vocab_size)  # of five positions
+    monkeypatch.setattr(grams, "LOGITS", 5 * llama.config.vocab_size)  # of five positions
     assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
 
 

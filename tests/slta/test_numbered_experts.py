@@ -20,7 +20,8 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.layers.trace import trace_model
 from mergekit_slta.nonlinearity.interpolation import Interpolation
-from mergekit_slta.slta.calibrate import Grams, calibrate
+from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.grams import Grams
 from mergekit_slta.slta.solver import solve
 from mergekit_slta.slta.weights import TensorWeights
 

@@ -26,7 +26,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import plain_recipe as module
-from mergekit_slta.slta.measure import measure, measured_statistics
+from mergekit_slta.slta.lookup import measure, measured_statistics
 from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights

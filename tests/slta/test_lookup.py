@@ -23,10 +23,10 @@ from support.families import Family
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import Fallback
-from mergekit_slta.nonlinearity.scores import plan_linearity
+from mergekit_slta.nonlinearity.studies import plan_linearity
 from mergekit_slta.reports.merge import report_page
-from mergekit_slta.slta import measure
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta import lookup
+from mergekit_slta.slta.lookup import measured_statistics
 from mergekit_slta.slta.statistics import Info, Statistics
 
 SETTINGS = {"samples": 5, "max_tokens": 12, "seed": 3}
@@ -61,7 +61,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was run")
 
-    monkeypatch.setattr(measure, "calibrate", run)
+    monkeypatch.setattr(lookup, "calibrate", run)
 
 
 def same(first: Statistics, second: Statistics) -> bool:
@@ -274,7 +274,7 @@ def merged(content: dict[str, Any], out: Path) -> Statistics:
 def test_a_merge_keeps_its_statistics_and_measures_once(
     llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", measure.__name__)
+    caplog.set_level("INFO", lookup.__name__)
     first, out = Statistics.load(path), tmp_path / "out"
     kept = merged(recipe(llama), out)
     assert kept.info.model_copy(update={"files": ""}) == first.info
@@ -282,7 +282,7 @@ def test_a_merge_keeps_its_statistics_and_measures_once(
     assert list((out / "mergekit-slta").iterdir()) == [statistics_in(out)]
     content, weights = statistics_in(out).read_bytes(), (out / "model.safetensors").read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(measure, "calibrate", None)
+        patch.setattr(lookup, "calibrate", None)
         merged(recipe(llama), out)
     assert statistics_in(out).read_bytes() == content
     assert (out / "model.safetensors").read_bytes() == weights

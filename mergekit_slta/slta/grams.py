@@ -1,17 +1,23 @@
-"""The Gram matrices of one decoder layer's submodules on one batch, per level (Eq. 14, A.3.3 and A.3.5)."""
+"""The Gram matrices of feature deltas: of one decoder layer's submodules on one batch, and of the logits.
+
+Eq. 14, A.3.3 and A.3.5 of arXiv 2504.10902. Shapes: ``T`` experts, ``B`` samples in a batch, ``S`` positions
+(right-padded), ``D`` feature dimensions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from mergekit_slta.engine.streams import Streams
 from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import logits
 from mergekit_slta.layers.maps import (
     Heads,
     LinearMap,
@@ -24,9 +30,40 @@ from mergekit_slta.layers.maps import (
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
-from mergekit_slta.slta.gram import sample_grams
+
+# Submodule name to [N, T, T] float64.
+Grams = dict[str, torch.Tensor]
 
 WHOLE = "whole"  # the run of a whole layer, beside those of its branches
+# Elements of the features that are multiplied at once on a processor, whose cache holds their copies in float64 too.
+MULTIPLIED = 2**17
+LOGITS = 2**24  # of each model are held at once, because logits are wide
+
+
+def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
+
+    Each sample is reduced alone and without its padding, so that neither the other samples nor the padding can change
+    its matrix.
+
+    Args:
+        deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
+        lengths: the number of tokens of each sample, ``B`` in all.
+
+    Returns:
+        [B, T, T] float64 on the CPU, exactly symmetric.
+    """
+    grams = []
+    for row, length in enumerate(lengths):
+        total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
+        whole = [delta[row, :length].reshape(-1) for delta in deltas]
+        size = MULTIPLIED // len(whole) if total.device.type == "cpu" else whole[0].numel()
+        for parts in zip(*(delta.split(size) for delta in whole), strict=True):
+            features = torch.stack(parts).double()
+            total += features @ features.T
+        grams.append(total)
+    products = torch.stack(grams).cpu()
+    return (products + products.mT) / 2
 
 
 @dataclass(frozen=True)
@@ -206,3 +243,27 @@ def _delta(expert: LayerRun, base: LayerRun) -> torch.Tensor:
     for change in changes:
         delta += change
     return delta
+
+
+def logit_grams(
+    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
+) -> torch.Tensor:
+    """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
+
+    Args:
+        decoder: the models' common decoder.
+        streams: the base model's stream 0, and those that are compared with it.
+        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
+        edges: gives the ``logit_tensors`` of each stream's model.
+
+    Returns:
+        ``grams``; zero for the samples of other ranks.
+    """
+    width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
+    for row, states in streams.final():
+        for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
+            base, *others = (
+                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
+            )
+            grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
+    return grams

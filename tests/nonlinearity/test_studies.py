@@ -19,7 +19,7 @@ from support.linearity_values import assert_same, plan_of
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.nonlinearity.result import Value, pool_values
-from mergekit_slta.nonlinearity.scores import (
+from mergekit_slta.nonlinearity.studies import (
     linearity,
     merge_study,
     path_study,
@@ -72,7 +72,7 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family) -> None:
 def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
     experiment = families.experiment(families.recipe(llama))
     planned = plan_linearity(experiment, ["layer"], samples=1, pairs=False)
-    with caplog.at_level("INFO", "mergekit_slta.nonlinearity.scores"):
+    with caplog.at_level("INFO", "mergekit_slta.nonlinearity.studies"):
         found = linearity(experiment, ["layer"], samples=1, pairs=False)
     assert_same(found, planned.measure(), 0)
     assert f"{planned} ".strip() in caplog.text
