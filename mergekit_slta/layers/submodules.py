@@ -10,7 +10,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps, takes_some_tokens
 from mergekit_slta.layers.probe import made_up_layer
-from mergekit_slta.levels import Fallback, head_part, require_levels, submodule_name
+from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, require_levels, submodule_name
 
 
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -28,14 +28,13 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
         if decoder.tail_problem:
             raise SltaError(decoder.tail_problem)
         return []
-    parts: list[str] = []
-    if level == "linear" and not _maps_of_some_tokens(decoder)[layer]:
-        parts = [linear_map.name for linear_map in linear_maps(decoder.layers[layer])]
-    elif level in ("attn_mlp", "head_mlp") and split is not None:
-        parts = [branch for branch in ("attn", "mlp") if branch in split.branches]
-        if level == "head_mlp" and isinstance(heads, Heads):
-            parts = [*map(head_part, range(heads.count)), *parts[1:]]
-    return [submodule_name(layer, part) for part in parts or [""]]
+    maps = level == "linear" and not _maps_of_some_tokens(decoder)[layer]
+    parts = Parts(
+        branches=[branch for branch in BRANCHES if split is not None and branch in split.branches],
+        heads=list(map(head_part, range(heads.count))) if isinstance(heads, Heads) else [],
+        maps=[linear_map.name for linear_map in linear_maps(decoder.layers[layer])] if maps else [],
+    )
+    return [submodule_name(layer, part) for part in parts.at(level)]
 
 
 def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:

@@ -20,7 +20,7 @@ from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import submodule_name
+from mergekit_slta.levels import Parts
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, sample_grams
 
@@ -63,8 +63,7 @@ class Interpolation(Accumulator[Grams]):
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        is_whole = layer_submodules(self.decoder, "linear", layer) == [submodule_name(layer)]
-        no_runs = set[str]() if is_whole else {"linear"}
+        no_runs = {"linear"} if Parts.of(layer_submodules(self.decoder, "linear", layer)).maps else set[str]()
         features, maps = (
             LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in own])
             for own in ({*self.levels} - no_runs, no_runs)

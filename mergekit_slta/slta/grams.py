@@ -29,7 +29,7 @@ from mergekit_slta.layers.maps import (
 )
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import BRANCHES, head_part, submodule_name
+from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
@@ -91,16 +91,16 @@ class LayerFeatures:
         self.layer = layer
         self.weights = weights
         names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
+        parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
         self.structure = decoder.structures[layer] or LayerStructure({}, frozenset())
         heads = decoder.heads[layer] if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
-        self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
+        self.contributions = parts.branches
         self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
-        apart = "linear" in levels and layer_submodules(decoder, "linear", layer) != [submodule_name(layer)]
-        for linear_map in linear_maps(decoder.layers[layer]) if apart else ():
+        for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 

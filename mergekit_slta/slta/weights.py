@@ -13,7 +13,7 @@ from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import head_part, submodule_name
+from mergekit_slta.levels import Parts, head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
 
@@ -46,8 +46,9 @@ class TensorWeights:
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
-        self._names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
-        if missing := [name for names in self._names for name in names if name not in solutions]:
+        names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
+        self._parts = list(map(Parts.of, names))
+        if missing := [name for inside in names for name in inside if name not in solutions]:
             raise SltaError(
                 f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they are of "
                 "another version or another model, so measure again into another file."
@@ -93,12 +94,13 @@ class TensorWeights:
 
     def _inside(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a layer's tensor."""
-        if self._names[layer] == [submodule_name(layer)]:
-            return self._alpha(layer)
-        if self.level == "linear":
+        parts = self._parts[layer]
+        if parts.maps:
             return self._of_map(layer, inside, mixture_expert)
-        parts = [self._of_branch(layer, inside, branch) for branch in self._branches(layer, inside)]
-        return torch.stack(parts).mean(0)
+        if not parts.branches and not parts.heads:
+            return self._alpha(layer)
+        alpha = [self._of_branch(layer, inside, branch) for branch in self._branches(layer, inside)]
+        return torch.stack(alpha).mean(0)
 
     def _alpha(self, layer: int, part: str = "") -> torch.Tensor:
         return self.solutions[submodule_name(layer, part)].alpha
@@ -118,7 +120,7 @@ class TensorWeights:
         Query rows and output columns take the weights of their own head, key and value rows the mean of the heads that
         share them, and the attention's other tensors the mean of all heads.
         """
-        if submodule_name(layer, branch) in self._names[layer]:
+        if branch in self._parts[layer].branches:
             return self._alpha(layer, branch)
         heads = self.decoder.heads[layer]
         assert isinstance(heads, Heads)
