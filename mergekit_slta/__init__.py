@@ -38,13 +38,12 @@ if TYPE_CHECKING:
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.merge import report
     from mergekit_slta.slta.lookup import measure
-    from mergekit_slta.slta.solution import Solution
-    from mergekit_slta.slta.statistics import Statistics
+    from mergekit_slta.slta.statistics import Solution, Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
         "Recipe": "recipe.recipe",
         "SltaError": "errors",
-        "Solution": "slta.solution",
+        "Solution": "slta.statistics",
         "Statistics": "slta.statistics",
         "check": "checks.examine",
         "evaluate": "evaluation.evaluate",

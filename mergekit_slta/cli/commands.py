@@ -34,7 +34,7 @@ from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 if TYPE_CHECKING:
-    from mergekit_slta.slta.solution import Solution
+    from mergekit_slta.slta.statistics import Solution
 
 
 class _Commands(click.Group):

@@ -27,8 +27,8 @@ from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.matching import fingerprint, local_identity, local_stamps, match, model_contents
-from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.statistics import CalibrationInfo, Info, Statistics, resolve_statistics, versions
+from mergekit_slta.slta.statistics import Solution, Statistics
+from mergekit_slta.slta.statistics_file import CalibrationInfo, Info, resolve_statistics, versions
 from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
 from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.slta.statistics import (
+from mergekit_slta.slta.statistics_file import (
     BaseContent,
     Fingerprint,
     Info,

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 import yaml
@@ -29,12 +28,9 @@ from mergekit_slta.layers.trace import WRITERS, trace
 from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
 from mergekit_slta.models.headers import listed, open_model
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.slta.statistics import Info
+from mergekit_slta.slta.solver import SubmoduleSolution
+from mergekit_slta.slta.statistics_file import Info
 from mergekit_slta.slta.weights import TensorWeights
-from mergekit_slta.tables import as_percentage
-
-if TYPE_CHECKING:
-    from mergekit_slta.slta.solution import Solution
 
 LOG = logging.getLogger(__name__)
 
@@ -62,7 +58,10 @@ class PlannedTensor:
 
 
 def plain_recipe(
-    solution: Solution,
+    info: Info,
+    level: str,
+    submodules: Mapping[str, SubmoduleSolution],
+    origin: Sequence[str],
     *,
     models: Mapping[str, str] | None = None,
     tokenizer_source: str = "",
@@ -70,7 +69,11 @@ def plain_recipe(
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
-    The arguments are those of ``Solution.save_recipe``.
+    Args:
+        info: the metadata of the statistics.
+        level, submodules: the level, and the solution of each of its submodules.
+        origin: sentences for the recipe's header on where the weights come from.
+        models, tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
@@ -78,7 +81,6 @@ def plain_recipe(
     Raises:
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
     """
-    level, submodules, info = solution.level, solution.submodules, solution.statistics.info
     if level == "head_mlp":
         raise SltaError(
             f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {SOLVE_OTHERWISE}."
@@ -113,7 +115,7 @@ def plain_recipe(
     if lost:
         LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    return _header(solution, lost) + body
+    return _header(origin, lost) + body
 
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
@@ -257,35 +259,14 @@ def _known(path: str) -> bool:
     return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
 
 
-def _header(solution: Solution, lost: str) -> str:
+def _header(origin: Sequence[str], lost: str) -> str:
     """The origin of the weights, as comments."""
-    info, task = solution.statistics.info, solution.statistics.task
-    settings: dict[str, object] = {"level": solution.level}
-    settings |= {"balance": str(solution.balance).lower(), "ridge": solution.ridge}
-    if solution.task_weights:
-        settings["task weights"] = ":".join(map(str, solution.task_weights))
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
         "mergekit runs this recipe as it is, without that package and without the calibration data.",
         "",
-        f"Solved with: {', '.join(f'{name} {value}' for name, value in settings.items())}.",
-        f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
-        f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
+        *origin,
+        *([lost] if lost else []),
     ]
-    for index, name in enumerate(info.models):
-        kept = float(solution.kept[index])
-        share = "it changes nothing" if math.isnan(kept) else f"the merge keeps {kept:.1%} of its feature change"
-        lines.append(
-            f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
-            f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
-        )
-    if info.keep is not None:
-        samples = int((task == len(info.models)).sum())
-        lines.append(
-            f"The merge keeps {as_percentage(solution.base_kept)} of the base model on {samples} samples of its own, "
-            f"with weight {solution.keep_weight:g}; sha256 {info.keep.sha256}."
-        )
-    if lost:
-        lines.append(lost)
     # A name from somebody else's statistics must not end the comment.
     return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)

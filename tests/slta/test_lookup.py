@@ -27,7 +27,8 @@ from mergekit_slta.nonlinearity.studies import plan_linearity
 from mergekit_slta.reports.merge import report_page
 from mergekit_slta.slta import lookup
 from mergekit_slta.slta.lookup import measured_statistics
-from mergekit_slta.slta.statistics import Info, Statistics
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import Info
 
 SETTINGS = {"samples": 5, "max_tokens": 12, "seed": 3}
 
