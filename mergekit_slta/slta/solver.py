@@ -31,8 +31,6 @@ import torch
 
 from mergekit_slta.numerics.symmetric import solve_semidefinite, with_ridge
 
-MOST_NUMBERS = 2**20  # float64 numbers in the matrices B_a of the draws that are solved together
-
 
 @dataclass(frozen=True)
 class SubmoduleSolution:
@@ -245,17 +243,15 @@ def bootstrap(
 ) -> torch.Tensor:
     """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
 
-    All are NaN if a task has one sample, which can only be drawn again. Many draws of many experts are solved in parts.
-    The arguments are those of ``solve``.
+    All are NaN if a task has one sample, which can only be drawn again. The
+    arguments are those of ``solve``.
     """
     if settings.get("keep_weight") == 0:  # the base model's task is left out, also where it has one sample
         rows = task < grams.shape[-1]
         grams, task, tokens = grams[rows], task[rows], None
-    found = []
-    for counts in bootstrap_counts(task, repeats, seed).split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3)):
-        means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
-        found.append(solve_semidefinite(*equations(means, changes, balance, **settings)).solution)
-    alpha = torch.cat(found)
+    counts = bootstrap_counts(task, repeats, seed)
+    means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
+    alpha = solve_semidefinite(*equations(means, changes, balance, **settings)).solution
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 
 

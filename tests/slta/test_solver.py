@@ -212,10 +212,3 @@ def test_bootstrap_keeps_each_tasks_number_of_samples_and_follows_its_seed() -> 
 def test_bootstrap_of_one_sample_says_nothing() -> None:
     deltas = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert bootstrap(deltas @ deltas.mT, torch.tensor([0, 0, 1]), 10).std(0).isnan().all()
-
-
-def test_draws_in_parts_give_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    grams, task = torch.rand(6, 2, 5, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1])
-    whole = bootstrap(grams @ grams.mT, task, 7)
-    monkeypatch.setattr(solver, "MOST_NUMBERS", 3 * 2**3)
-    assert close(bootstrap(grams @ grams.mT, task, 7), whole)

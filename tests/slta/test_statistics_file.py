@@ -91,9 +91,7 @@ def refused(path: Path, words: str) -> None:
     assert "\n" not in caught.value.message
 
 
-def test_a_merged_folder_stands_for_its_statistics(
-    path: Path, found: Statistics, tmp_path: Path
-) -> None:
+def test_a_merged_folder_stands_for_its_statistics(path: Path, found: Statistics, tmp_path: Path) -> None:
     refused(tmp_path / "none.safetensors", "There is no statistics file.*calibrate'.$")
     folder = tmp_path / "merged"
     (folder / "mergekit-slta").mkdir(parents=True)
