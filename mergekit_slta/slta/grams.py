@@ -12,7 +12,9 @@ from functools import cached_property
 
 import torch
 
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.children import child_of, is_inside
@@ -64,6 +66,23 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
         grams.append(total)
     products = torch.stack(grams).cpu()
     return (products + products.mT) / 2
+
+
+def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
+    """Sum Gram matrices over the ranks, each of which holds its own samples.
+
+    Raises:
+        SltaError: features of some of the compared ``models``, by their names, are not finite.
+    """
+    grams = {name: ranks.sum(part) for name, part in measured.items()}
+    for name, gram in grams.items():
+        finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
+        if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
+            raise SltaError(
+                f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
+                "overflow float32, leave the model out or get a sound copy."
+            )
+    return grams
 
 
 @dataclass(frozen=True)

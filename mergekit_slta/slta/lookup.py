@@ -78,14 +78,17 @@ def measured_statistics(
     """
     settings = experiment.settings
     chosen = settings if isinstance(settings, SltaSettings) else SltaSettings()
-    asked = [levels] if isinstance(levels, str) else list(levels or [chosen.level])
-    experiment.require_levels(asked)
-    asked = [level for level in LEVELS if level in asked]
+    named = [levels] if isinstance(levels, str) else levels or [chosen.level]
+    experiment.require_levels(named)
+    asked = [level for level in LEVELS if level in named]
     source = os.fspath(path) if path else chosen.statistics
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
-    if file is not None and _exists(file, experiment.ranks):
+    ranks, exists = experiment.ranks, file is not None and file.is_file()
+    if file is not None:
+        ranks.require_equal(exists, file.parent)
+    if file is not None and exists:
         statistics = _matched(experiment, file, asked)
-        if experiment.ranks.first and not merge:
+        if ranks.first and not merge:
             Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
         return statistics
     require_calibration(experiment.recipe)
@@ -93,20 +96,20 @@ def measured_statistics(
     info = _info(experiment, data)
     if file is None and merge is not None:
         file, info = merge[0], info.model_copy(update={"files": local_stamps(experiment)})
-        if (known := _still_fits(file, info, asked, experiment.ranks)) is not None:
+        if (known := _still_fits(file, info, asked, ranks)) is not None:
             LOG.info("Nothing is measured anew: %s holds the measurement of these models, data and settings.", file)
             return known
     if file is None:
         return _measured(experiment, info, data, asked, None)
     run = local_identity(experiment, info.fingerprint) | {"levels": asked}
     partial = merge[1] if merge else Partial(partial_folder(file))
-    with contextlib.nullcontext() if merge else partial.held(experiment.ranks):
-        partial.begin(run, experiment.ranks, replace=merge is not None)
+    with contextlib.nullcontext() if merge else partial.held(ranks):
+        partial.begin(run, ranks, replace=merge is not None)
         statistics = _measured(experiment, info, data, asked, partial)
-        if experiment.ranks.first:
+        if ranks.first:
             statistics.save(file)
-        experiment.ranks.wait()
-        if experiment.ranks.first and not merge:
+        ranks.wait()
+        if ranks.first and not merge:
             partial.remove()
     return statistics
 
@@ -138,12 +141,6 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
     return solution, TensorWeights(experiment.decoder, settings.level, solution.submodules, experiment.layout)
 
 
-def _exists(path: Path, ranks: Ranks) -> bool:
-    exists = path.is_file()
-    ranks.require_equal(exists, path.parent)
-    return exists
-
-
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
     """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names."""
     found, recipe = Statistics.load(path), experiment.recipe
@@ -171,15 +168,7 @@ def _measured(
     tasks = [samples.token_ids for samples in data]
     models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
     with layer_bar(f"Calibrating {', '.join(levels)}", models, len(decoder), prompts, experiment.quiet) as progress:
-        grams = calibrate(
-            decoder,
-            models,
-            tasks,
-            levels,
-            partial=partial,
-            ranks=ranks,
-            progress=progress,
-        )
+        grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, progress=progress)
     for model in models:
         model.refuse_changes()
     coarser = tuple(fallback for level in levels for fallback in fallbacks(decoder, level))

@@ -24,7 +24,7 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import WRITERS, trace
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
 from mergekit_slta.models.headers import listed, open_model
 from mergekit_slta.models.layout import Layout
@@ -38,7 +38,6 @@ LOG = logging.getLogger(__name__)
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 SOLVE_OTHERWISE = "solve at another level, such as 'attn_mlp', or use 'merge_method: slta' with these statistics"
-MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 
@@ -86,21 +85,16 @@ def plain_recipe(
             f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {SOLVE_OTHERWISE}."
         )
     paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
-    if level == "model" and not info.architecture.endswith(MULTIMODAL):
-        planned = []
-        settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
-    else:
-        config = _read_config(info, paths[info.base_model], trust_remote_code)
-        decoder = trace(config, trust_remote_code)
-        if len(decoder) != info.num_layers:
-            raise SltaError(
-                f"The model '{paths[info.base_model]}' has {len(decoder)} layers and the base model of the statistics "
-                f"{info.num_layers}: give the folder or Hub id of that with --model {info.base_model}=PATH."
-            )
-        layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
-        weights = TensorWeights(decoder, level, submodules, layout)
-        planned = planned_tensors(config, weights)
-        settings = weight_settings(planned)
+    config = _read_config(info, paths[info.base_model], trust_remote_code)
+    decoder = trace(config, trust_remote_code)
+    if len(decoder) != info.num_layers:
+        raise SltaError(
+            f"The model '{paths[info.base_model]}' has {len(decoder)} layers and the base model of the statistics "
+            f"{info.num_layers}: give the folder or Hub id of that with --model {info.base_model}=PATH."
+        )
+    layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
+    planned = planned_tensors(config, TensorWeights(decoder, level, submodules, layout))
+    settings = weight_settings(planned)
     models_settings = zip(info.models, settings, strict=True)
     content = {
         "merge_method": "task_arithmetic",
@@ -120,8 +114,6 @@ def plain_recipe(
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
     """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
-    if not _known(path):
-        return ""
     try:
         names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
     except SltaError:
@@ -244,19 +236,14 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     name = info.base_model
     fix = f"give its folder or Hub id, models={{'{name}': 'PATH'}} in Python and --model {name}=PATH for the command"
-    if not _known(path):
+    folder = ModelReference.parse(path).model.path
+    if not Path(folder).exists() and not re.fullmatch("[^/]+/[^/]+", folder):
         raise SltaError(f"The base model '{path}' is neither a folder nor of the form ORG/NAME: {fix}.")
     with reading(f"The configuration of the base model '{path}'", fix=fix):
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
     if (config.architectures or [""])[0] != info.architecture:
         raise SltaError(f"The model '{path}' is not the base model of the statistics, a {info.architecture}: {fix}.")
     return config
-
-
-def _known(path: str) -> bool:
-    """Whether a path may name a model: it is here, or has the form of a repository on the Hub."""
-    name = ModelReference.parse(path).model.path
-    return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
 
 
 def _header(origin: Sequence[str], lost: str) -> str:

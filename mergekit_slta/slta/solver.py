@@ -88,6 +88,7 @@ def solve(
     matrix, right = equations(means, changes, balance, ridge, task_weights, keep_weight)
     alpha, kept = solve_semidefinite(matrix, right)
     used = kept[kept > 0]
+    whole = float(changes.diagonal().mean())
     return SubmoduleSolution(
         alpha=alpha,
         retained=retained_share(means, alpha),
@@ -95,18 +96,9 @@ def solve(
         condition=float(used.max() / used.min()) if used.numel() else float("nan"),
         rank=used.numel(),
         measured=_measured(means, task_weights),
-        kept_base=_kept_base(changes, alpha),
-        base_share=_whole(changes),
+        kept_base=1 - float(alpha @ changes @ alpha) / whole if whole else float("nan"),
+        base_share=whole,
     )
-
-
-def _whole(changes: torch.Tensor) -> float:
-    return float(changes.diagonal().mean())
-
-
-def _kept_base(changes: torch.Tensor, alpha: torch.Tensor) -> float:
-    whole = _whole(changes)
-    return 1 - float(alpha @ changes @ alpha) / whole if whole else float("nan")
 
 
 def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
@@ -152,10 +144,10 @@ def base_changes(
     return _mean(grams, task == experts, counts, weight / tokens)
 
 
-def _mean(grams: torch.Tensor, own: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The mean over some samples ``own`` of each one's weight times its Gram matrix, [..., T, T]; zero without any."""
-    drawn = counts[..., own].sum(-1, keepdim=True).clamp_min(1)
-    mean = (counts[..., own] * weights[own] / drawn) @ grams[own].flatten(1)
+def _mean(grams: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean over some ``rows`` of a sample's weight times its Gram matrix, [..., T, T]; zero without any."""
+    drawn = counts[..., rows].sum(-1, keepdim=True).clamp_min(1)
+    mean = (counts[..., rows] * weights[rows] / drawn) @ grams[rows].flatten(1)
     return mean.unflatten(-1, grams.shape[-2:])
 
 
@@ -180,7 +172,7 @@ def equations(
         scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
         measured = _measured(means, task_weights)  # an expert that changes nothing on the experts' tasks is left out
         matrix = matrix + keep_weight * scale * changes * (measured[..., :, None] & measured[..., None, :])
-    return matrix, _own(means) @ weights
+    return matrix, _agreement(means) @ weights
 
 
 def _weights(means: torch.Tensor, task_weights: Sequence[float] | None) -> torch.Tensor:
@@ -192,7 +184,7 @@ def _measured(means: torch.Tensor, task_weights: Sequence[float] | None) -> torc
     return torch.einsum("a,...abb->...b", _weights(means, task_weights), means) != 0
 
 
-def _own(means: torch.Tensor) -> torch.Tensor:
+def _agreement(means: torch.Tensor) -> torch.Tensor:
     """[..., T, T], whose column a is B_a[:, a]: how each expert's change agrees with expert a's on task a."""
     return means.diagonal(dim1=-3, dim2=-1)
 
@@ -204,9 +196,9 @@ def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         means: [..., T, T, T], the B_a of ``task_means``.
         alpha: [..., T], the merging weights.
     """
-    own = _own(means)
-    power = own.diagonal(dim1=-2, dim2=-1)
-    cross = torch.einsum("...b,...ba->...a", alpha, own)
+    agreement = _agreement(means)
+    power = agreement.diagonal(dim1=-2, dim2=-1)
+    cross = torch.einsum("...b,...ba->...a", alpha, agreement)
     square = torch.einsum("...b,...abc,...c->...a", alpha, means, alpha)
     return torch.where(power > 0, (2 * cross - square) / power, torch.nan)
 

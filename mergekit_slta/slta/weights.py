@@ -148,8 +148,7 @@ class TensorWeights:
         around = [None] if split is None else [split.branches[branch] for branch in self._branches(layer, inside)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
-        if not maps:
-            maps = [m for m in self._maps[layer] if inside.startswith(m.module + ".")]
+        maps = maps or [m for m in self._maps[layer] if inside.startswith(f"{m.module}.")]  # such as a router's balance
         if not maps:
             return mean
         found = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]

@@ -66,7 +66,7 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
             experts = (2, 0) if level == "layer" else (0, 1, 2)
             content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), level=level)
             ours, stock = (folder / f"{architecture}-{level}-{way}" for way in ("slta", "plain"))
-            paths = {own.name: str(own) for own in family.folders}
+            paths = {own.name: str(own) for own in (family.base, *(family.experts[index] for index in experts))}
             statistics.take(experts).solve(level).save_recipe(stock.with_suffix(".yml"), models=paths)
             outputs[f"{architecture} {level}"] = (families.merge(content, ours), stock)
             arguments += [str(stock.with_suffix(".yml")), str(stock)]
@@ -260,13 +260,6 @@ def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: F
     loaded = Statistics.load(tmp_path / "stats.safetensors")  # the file has no path
     with pytest.raises(SltaError, match="The base model 'base' is neither a folder nor of the form ORG/NAME"):
         loaded.solve().save_recipe(tmp_path / "plain.yml")
-
-
-def test_the_model_level_needs_no_configuration(tmp_path: Path) -> None:
-    solution = statistics_of("model").solve("model")
-    content = yaml.safe_load(solution.save_recipe(tmp_path / "plain.yml").read_text())
-    weights = [entry["parameters"]["weight"] for entry in content["models"]]
-    assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
