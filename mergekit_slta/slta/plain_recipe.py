@@ -61,10 +61,9 @@ def plain_recipe(
     level: str,
     submodules: Mapping[str, SubmoduleSolution],
     origin: Sequence[str],
-    *,
-    models: Mapping[str, str] | None = None,
-    tokenizer_source: str = "",
-    trust_remote_code: bool = False,
+    paths: Mapping[str, str],
+    tokenizer_source: str,
+    trust_remote_code: bool,
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
@@ -72,7 +71,8 @@ def plain_recipe(
         info: the metadata of the statistics.
         level, submodules: the level, and the solution of each of its submodules.
         origin: sentences for the recipe's header on where the weights come from.
-        models, tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
+        paths: what is written for each model, by its name in the metadata.
+        tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
@@ -84,28 +84,27 @@ def plain_recipe(
         raise SltaError(
             f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {SOLVE_OTHERWISE}."
         )
-    paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
-    config = _read_config(info, paths[info.base_model], trust_remote_code)
+    base = paths[info.base_model]
+    config = _read_config(info, base, trust_remote_code)
     decoder = trace(config, trust_remote_code)
     if len(decoder) != info.num_layers:
         raise SltaError(
-            f"The model '{paths[info.base_model]}' has {len(decoder)} layers and the base model of the statistics "
-            f"{info.num_layers}: give the folder or Hub id of that with --model {info.base_model}=PATH."
+            f"The model '{base}' has {len(decoder)} layers and the base model of the statistics {info.num_layers}: "
+            f"give the folder or Hub id of that with --model {info.base_model}=PATH."
         )
     layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
     planned = planned_tensors(config, TensorWeights(decoder, level, submodules, layout))
-    settings = weight_settings(planned)
-    models_settings = zip(info.models, settings, strict=True)
+    weights = zip(info.models, weight_settings(planned), strict=True)
     content = {
         "merge_method": "task_arithmetic",
-        "base_model": paths[info.base_model],
-        "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in models_settings],
+        "base_model": base,
+        "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in weights],
         "dtype": "float32",
         "out_dtype": info.dtype,
         **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
     _verify(content, planned)
-    lost = _left_out(paths[info.base_model], trust_remote_code)
+    lost = _left_out(base, trust_remote_code)
     if lost:
         LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)

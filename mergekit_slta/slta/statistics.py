@@ -545,15 +545,9 @@ class Solution(Paragraphs):
         for name in models or {}:
             if name not in known:
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
-        text = plain_recipe(
-            self.statistics.info,
-            self.level,
-            self.submodules,
-            self._origin(),
-            models={**self.statistics.paths, **(models or {})},
-            tokenizer_source=tokenizer_source,
-            trust_remote_code=trust_remote_code,
-        )
+        paths = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
+        solved = self.statistics.info, self.level, self.submodules, self._origin()
+        text = plain_recipe(*solved, paths, tokenizer_source, trust_remote_code)
         file = Path(path).expanduser()
         files.write(file, text.encode())
         return file
