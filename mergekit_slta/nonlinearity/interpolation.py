@@ -15,7 +15,7 @@ import torch
 
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.layers.blend import Blend, blend
+from mergekit_slta.layers.blend import Alpha, Blend, blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.submodules import layer_submodules
@@ -50,7 +50,7 @@ class Interpolation(Accumulator[Grams]):
         """The base model's stream; level ``model`` also needs each setting's own."""
         followed: list[Source] = [self.models[0]]
         if "model" in self.levels:
-            followed += [Blend(self.models, lambda name, own=setting: own) for setting in self.settings]
+            followed += [Blend(self.models, _everywhere(setting)) for setting in self.settings]
         return [[model] * len(self.tasks) for model in followed]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
@@ -97,4 +97,8 @@ class Interpolation(Accumulator[Grams]):
 
 def _at(setting: torch.Tensor, weights: Sequence[Weights]) -> dict[str, torch.Tensor]:
     """The tensors theta_0 + sum_t c_t tau_t of a setting c [T], from those of the base model and the experts."""
-    return blend(weights[0], weights[1:], lambda name: setting)
+    return blend(weights[0], weights[1:], _everywhere(setting))
+
+
+def _everywhere(setting: torch.Tensor) -> Alpha:
+    return lambda name: setting

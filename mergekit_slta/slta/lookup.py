@@ -128,6 +128,7 @@ def _still_fits(file: Path, info: Info, levels: Sequence[str], ranks: Ranks) -> 
     ranks.require_equal(fits, file.parent)
     if known is None or not fits:
         return None
+    # What the recipe calls models and data may have changed.
     measured = {name: getattr(known.info, name) for name in ("levels", "fallbacks", "versions")}
     return replace(known, info=info.model_copy(update=measured)).at_levels(levels)
 

@@ -152,7 +152,6 @@ def test_a_tampered_file(name: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("spelled", "name"),
     [
-        ("org/model@main", "org/model@main"),
         ("./runs/math", "./runs/math"),
         ("/home/someone/models/math/", "math"),
         ("~/models/math", "math"),
