@@ -6,12 +6,13 @@ For a submodule with input features x, gathered by running the base model on a s
     G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
 
 A submodule is a part of the model that gets merging weights of its own: at level ``layer`` a decoder layer, at
-``attn_mlp`` its attention or its MLP, and so on (``levels.py``). The samples' token ids come from ``data/``; the
-weights that are solved from the Gram matrices reach the tensors in ``slta/weights.py`` and ``host/slta.py``.
+``attn_mlp`` its attention or its MLP, and so on (``levels.py``). The paper runs the base model through all layers,
+keeps each submodule's inputs, and then goes over the submodules; the engine's loop (``engine/loop.py``) does both layer
+by layer, so that no inputs are stored.
 
-The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules. The
-engine's loop does both layer by layer, so that no inputs are stored. Everything after the Gram matrices is
-arithmetic on them (``solver.py``).
+Before this, ``lookup.py`` looks for statistics that exist, and ``data/`` turns the samples into token ids. Within it,
+``grams.py`` runs one layer's submodules with the weights of each model. Everything after the Gram matrices is
+arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the merging weights of its submodule.
 
 Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. Task T may be the base model's.
 """
