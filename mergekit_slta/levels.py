@@ -152,7 +152,7 @@ def of_level(names: Collection[str], level: str) -> list[str]:
         layer, _ = _parsed(name)
         if layer is not None:
             layers.setdefault(layer, []).append(name)
-    at_level = (submodule_name(layer, part) for layer, found in layers.items() for part in Parts.of(found).at(level))
+    at_level = (submodule_name(layer, part) for layer, inside in layers.items() for part in Parts.of(inside).at(level))
     return sorted((name for name in at_level if name in names), key=sort_key)
 
 

@@ -58,8 +58,8 @@ class Interpolation(Accumulator[Grams]):
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
         no_runs = {"linear"} if Parts.of(layer_submodules(self.decoder, "linear", layer)).maps else set[str]()
         features, maps = (
-            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in own])
-            for own in ({*self.levels} - no_runs, no_runs)
+            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in chosen])
+            for chosen in ({*self.levels} - no_runs, no_runs)
         )
         names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
         measured = {name: self._no_grams() for name in names}
@@ -86,7 +86,7 @@ class Interpolation(Accumulator[Grams]):
         if "model" in self.levels:
             edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
             points = [torch.zeros(len(self.models) - 1), *self.settings]
-            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(own, edges) for own in points))
+            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(point, edges) for point in points))
             self.grams |= of_all_ranks({"model": gram}, self.ranks, [BETWEEN] * len(self.settings))
         return self.grams
 

@@ -60,9 +60,9 @@ def measure(
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
     """
     experiment = opened(recipe, options)
-    found = measured_statistics(experiment, levels, path)
-    names = (found.info.base_model, *found.info.models)
-    return replace(found, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
+    statistics = measured_statistics(experiment, levels, path)
+    names = (statistics.info.base_model, *statistics.info.models)
+    return replace(statistics, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
 
 
 def measured_statistics(
@@ -144,16 +144,16 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
 
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
     """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names."""
-    found, recipe = Statistics.load(path), experiment.recipe
+    stored, recipe = Statistics.load(path), experiment.recipe
     require_calibration(recipe, statistics=True)
     given = all(task.calibration for task in recipe.tasks)
     data = experiment.load_data(recipe.tasks) if given else [None] * len(recipe.tasks)
     base, experts = model_contents(experiment)
-    order = match(found.info, path, experiment, base, experts, data, levels)
-    for fallback in found.info.fallbacks:
+    order = match(stored.info, path, experiment, base, experts, data, levels)
+    for fallback in stored.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
-    chosen = found.take(order, keep=recipe.keep is not None)
+    chosen = stored.take(order, keep=recipe.keep is not None)
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
         return chosen

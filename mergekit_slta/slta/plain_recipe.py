@@ -188,7 +188,7 @@ def _filters(planned: Sequence[PlannedTensor], outside: TensorAlpha) -> dict[str
     such filters does not matter. Where there is none, it is the tensor's full name, which stands before the others,
     longer names first.
     """
-    found: dict[str, dict[int | None, TensorAlpha]] = {}
+    patterns: dict[str, dict[int | None, TensorAlpha]] = {}
     names: dict[str, dict[int | None, TensorAlpha]] = {}
 
     @functools.cache
@@ -201,10 +201,10 @@ def _filters(planned: Sequence[PlannedTensor], outside: TensorAlpha) -> dict[str
 
     for tensor in planned:
         if name := next((name for name in _candidates(tensor) if weights(name)), None):
-            found[name] = weights(name)
+            patterns[name] = weights(name)
         elif tensor.layer is not None or tensor.alpha != outside:
             names[tensor.name] = {None: tensor.alpha}
-    return dict(sorted(names.items(), key=lambda entry: -len(entry[0]))) | found
+    return dict(sorted(names.items(), key=lambda entry: -len(entry[0]))) | patterns
 
 
 def _candidates(tensor: PlannedTensor) -> list[str]:
@@ -227,8 +227,8 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
     for tensor in planned:
         t = 0.0 if tensor.layer is None else tensor.layer / depth if depth else 1.0
         for model, wanted in zip(recipe.models or [], tensor.alpha, strict=True):
-            found = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
-            if found is None or abs(found - wanted) > WEIGHT_TOLERANCE * max(1.0, abs(wanted)):
+            read = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
+            if read is None or abs(read - wanted) > WEIGHT_TOLERANCE * max(1.0, abs(wanted)):
                 raise SltaError(f"Filters cannot give {tensor.name} a weight of its own: {SOLVE_OTHERWISE}.")
 
 

@@ -209,8 +209,8 @@ def own_share(means: torch.Tensor) -> torch.Tensor:
     It is 1 if all experts change the features on task a's data equally, T if only task a's own expert does.
     """
     power = means.diagonal(dim1=-2, dim2=-1)
-    own = power.diagonal(dim1=-2, dim2=-1)
-    return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
+    changed = power.diagonal(dim1=-2, dim2=-1)
+    return torch.where(changed > 0, changed / power.mean(-1).clamp_min(torch.finfo(changed.dtype).tiny), 0.0)
 
 
 def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

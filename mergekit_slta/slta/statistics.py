@@ -84,8 +84,8 @@ class Statistics(Paragraphs):
         rows = [self.task == task for task in range(len(sources))]
         return {
             "task of": [*info.models, info.base_model][: len(sources)],
-            "samples": [int(own.sum()) for own in rows],
-            "tokens": [int(self.tokens[own].sum()) for own in rows],
+            "samples": [int(of_task.sum()) for of_task in rows],
+            "tokens": [int(self.tokens[of_task].sum()) for of_task in rows],
             "calibration": [source.source for source in sources],
         }
 
@@ -436,8 +436,8 @@ class Solution(Paragraphs):
             else:
                 members = list(map(str, range(len(grid))))
                 matrices += [
-                    Matrix(f"{kind_name(kind)}, {name}", own.tolist(), members, columns)
-                    for name, own in zip(experts, grid.unbind(2), strict=True)
+                    Matrix(f"{kind_name(kind)}, {name}", weights.tolist(), members, columns)
+                    for name, weights in zip(experts, grid.unbind(2), strict=True)
                 ]
         return heat_map(
             matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
@@ -467,7 +467,7 @@ class Solution(Paragraphs):
         for name in short_names(self.models):
             alpha = [f"{without_sign_of_zero(weight):.3f}" for weight in columns[f"alpha {name}"]]
             pairs = zip(alpha, columns.pop(f"error {name}", [math.nan] * len(alpha)), strict=True)
-            columns[f"alpha {name}"] = [own if math.isnan(error) else f"{own} ±{error:.3f}" for own, error in pairs]
+            columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
         for title in (title for title in columns if title.startswith("keeps ")):
             columns[title] = list(map(as_percentage, columns[title]))
         columns["condition"] = ["-" if math.isnan(value) else f"{value:.3g}" for value in columns["condition"]]

@@ -89,8 +89,8 @@ class TensorWeights:
             return self.kept
         places = self._places.get(self.decoder.first_names.get(name, name), [name])
         parts = [place.removeprefix(path).partition(".") for place in places if place.startswith(path)]
-        found = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]
-        return found[0] if len(found) == 1 else torch.stack(found).mean(0)
+        alpha = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]
+        return alpha[0] if len(alpha) == 1 else torch.stack(alpha).mean(0)
 
     def _inside(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a layer's tensor."""
@@ -151,8 +151,10 @@ class TensorWeights:
         maps = maps or [m for m in self._maps[layer] if inside.startswith(f"{m.module}.")]  # such as a router's balance
         if not maps:
             return mean
-        found = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
-        alpha = torch.stack([torch.where(own.measured, own.alpha, mean) for own in found])  # [1 or mixture, T]
+        solutions = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
+        alpha = torch.stack(
+            [torch.where(solved.measured, solved.alpha, mean) for solved in solutions]
+        )  # [1 or mixture, T]
         if maps[0].expert is None:
             return alpha[0]
         stack = self.decoder.layers[layer].state_dict()[inside]
@@ -174,6 +176,6 @@ def _measured_mean(solutions: Sequence[SubmoduleSolution]) -> torch.Tensor:
 
     The weight of an unmeasured submodule, such as a mixture's expert that no token reached, is zero for lack of data.
     """
-    measured = torch.stack([own.measured for own in solutions])  # [submodules, T]
-    alpha = torch.stack([own.alpha for own in solutions])
+    measured = torch.stack([solved.measured for solved in solutions])  # [submodules, T]
+    alpha = torch.stack([solved.alpha for solved in solutions])
     return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)
