@@ -135,24 +135,19 @@ def _problem(measured: Measured) -> str | None:
     experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
     if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1) or not info.levels:
         return "it does not describe all of its models and levels"
-    if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(tasks)):
+    if task.dtype != torch.int64 or task.unique_consecutive().tolist() != list(range(tasks)):
         return "'task' does not name every task in order"
     if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
         return "'tokens' does not fit"
     for name, gram in grams.items():
-        if not _SUBMODULE.fullmatch(name):
-            return f"'{name}' is not the name of a submodule"
-        if gram.dtype != torch.float64 or gram.shape != (len(task), experts, experts):
-            return f"the Gram matrices of '{name}' have the wrong shape or type"
-        squares = gram.diagonal(dim1=-2, dim2=-1)
-        if not bool(gram.isfinite().all()) or not torch.equal(gram, gram.mT) or bool((squares < 0).any()):
-            return f"'{name}' holds no Gram matrices"
+        fits = gram.dtype == torch.float64 and gram.shape == (len(task), experts, experts)
+        sound = fits and bool(gram.isfinite().all()) and torch.equal(gram, gram.mT)
+        if not _SUBMODULE.fullmatch(name) or not sound or bool((gram.diagonal(dim1=-2, dim2=-1) < 0).any()):
+            return f"'{name}' holds no Gram matrices of a submodule"
     for level in info.levels:
-        if level not in LEVELS:
-            return f"it holds no level '{level}'"
         layers = {place_of(name).layer for name in of_level(grams, level)}
-        if layers != ({None} if level == "model" else set(range(info.num_layers))):
-            return f"level '{level}' does not cover the {info.num_layers} layers"
+        if level not in LEVELS or layers != ({None} if level == "model" else set(range(info.num_layers))):
+            return f"it does not hold level '{level}' of {info.num_layers} layers"
     return None
 
 

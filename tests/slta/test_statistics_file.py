@@ -90,8 +90,8 @@ Edit = Callable[[Tensors, dict[str, Any]], object]
 GRAM = "gram/layer.1.mlp"
 TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
-    "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "wrong shape or type"),
-    "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "'x' is not the name of a submodule"),
+    "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "1.mlp' holds no Gram"),
+    "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "'x' holds no Gram matrices"),
     "no tasks": (lambda tensors, info: tensors.pop("task"), "is not a statistics file"),
     "tasks in disorder": (
         lambda tensors, info: tensors.update(task=tensors["task"].flip(0)),
@@ -103,10 +103,10 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
     "a layer less": (
         lambda tensors, info: [tensors.pop(name) for name in list(tensors) if "layer.1" in name],
-        "does not cover the",
+        "does not hold level 'layer' of 3 layers",
     ),
     "negative squares": (lambda tensors, info: tensors[GRAM].neg_(), "'layer.1.mlp' holds no Gram"),
-    "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "it holds no level 'tensor'"),
+    "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "does not hold level 'tensor'"),
 }
 
 
