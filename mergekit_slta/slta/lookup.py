@@ -17,7 +17,6 @@ from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.progress import layer_bar
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
@@ -96,7 +95,7 @@ def measured_statistics(
     info = _info(experiment, data)
     if file is None and merge is not None:
         file, info = merge[0], info.model_copy(update={"files": local_stamps(experiment)})
-        if (known := _still_fits(file, info, asked, ranks)) is not None:
+        if (known := _still_fits(experiment, file, info.files, asked)) is not None:
             LOG.info("Nothing is measured anew: %s holds the measurement of these models, data and settings.", file)
             return known
     if file is None:
@@ -114,23 +113,14 @@ def measured_statistics(
     return statistics
 
 
-def _still_fits(file: Path, info: Info, levels: Sequence[str], ranks: Ranks) -> Statistics | None:
-    """The statistics in a merge's output at some levels, if they are of the same models, data and settings."""
-    try:
-        known = Statistics.load(file) if file.is_file() else None
-    except SltaError:  # damaged: the merge replaces it
-        known = None
-    fits = (
-        known is not None
-        and (known.info.fingerprint, known.info.files) == (info.fingerprint, info.files)
-        and set(levels) <= set(known.info.levels)
-    )
-    ranks.require_equal(fits, file.parent)
-    if known is None or not fits:
-        return None
-    # What the recipe calls models and data may have changed.
-    measured = {name: getattr(known.info, name) for name in ("levels", "fallbacks", "versions")}
-    return replace(known, info=info.model_copy(update=measured)).at_levels(levels)
+def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequence[str]) -> Statistics | None:
+    """The statistics in a merge's output at some levels, if they fit and no file of the models has changed since."""
+    known = None
+    with contextlib.suppress(SltaError):  # of another merge, or damaged: this merge replaces it
+        known = _matched(experiment, file, levels).at_levels(levels)
+    fits = known is not None and known.info.files == stamps
+    experiment.ranks.require_equal(fits, file.parent)
+    return known if fits else None
 
 
 def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, TensorWeights]:
