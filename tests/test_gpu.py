@@ -19,7 +19,7 @@ from support.linearity_values import assert_same
 from support.processes import run_python, torchrun
 
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.nonlinearity.scores import Linearity, linearity
+from mergekit_slta.nonlinearity.studies import Linearity, linearity
 from mergekit_slta.slta.statistics import Statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,7 +16,7 @@ from support.linearity_values import assert_same
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.nonlinearity.scores import Linearity, linearity
+from mergekit_slta.nonlinearity.studies import Linearity, linearity
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes its place")
 

@@ -34,7 +34,7 @@ from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 if TYPE_CHECKING:
-    from mergekit_slta.slta.solution import Solution
+    from mergekit_slta.slta.statistics import Solution
 
 
 class _Commands(click.Group):
@@ -116,7 +116,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
-    from mergekit_slta.slta.measure import measured_statistics
+    from mergekit_slta.slta.lookup import measured_statistics
     from mergekit_slta.tables import as_size
 
     path = stats.expanduser()
@@ -255,7 +255,7 @@ def linearity(
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
-    from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
+    from mergekit_slta.nonlinearity.studies import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)

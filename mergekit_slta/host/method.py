@@ -27,7 +27,7 @@ from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
-    from mergekit_slta.slta.solution import Solution
+    from mergekit_slta.slta.statistics import Solution
 
 WHOLE_MODELS = (
     "'{method}' measures whole models before it merges their tensors: run it by mergekit-yaml or mergekit's run_merge, "

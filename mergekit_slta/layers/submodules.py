@@ -5,7 +5,7 @@ from __future__ import annotations
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.levels import Fallback, head_part, require_levels, submodule_name
+from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, require_levels, submodule_name
 
 
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -23,14 +23,13 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
         if decoder.tail_problem:
             raise SltaError(decoder.tail_problem)
         return []
-    parts: list[str] = []
-    if level == "linear" and not split.of_some_tokens:
-        parts = [linear_map.name for linear_map in linear_maps(decoder.layers[layer])]
-    elif level in ("attn_mlp", "head_mlp"):
-        parts = [branch for branch in ("attn", "mlp") if branch in split.branches]
-        if level == "head_mlp" and isinstance(split.heads, Heads):
-            parts = [*map(head_part, range(split.heads.count)), *parts[1:]]
-    return [submodule_name(layer, part) for part in parts or [""]]
+    maps = level == "linear" and not split.of_some_tokens
+    parts = Parts(
+        branches=[branch for branch in BRANCHES if branch in split.branches],
+        heads=list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else [],
+        maps=[linear_map.name for linear_map in linear_maps(decoder.layers[layer])] if maps else [],
+    )
+    return [submodule_name(layer, part) for part in parts.at(level)]
 
 
 def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:

@@ -22,8 +22,8 @@ from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
-from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.statistics import versions
+from mergekit_slta.slta.statistics import Solution
+from mergekit_slta.slta.statistics_file import versions
 from mergekit_slta.tables import as_percentage
 
 CARD = "README.md"

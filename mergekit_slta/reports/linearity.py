@@ -11,7 +11,7 @@ from mergekit_slta import files
 from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
 from mergekit_slta.levels import kinds_of
 from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, pool_values
-from mergekit_slta.nonlinearity.scores import STEPS, distance_metric
+from mergekit_slta.nonlinearity.studies import STEPS, distance_metric
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table, as_json, short_names
 from mergekit_slta.words import counted, enumerated, percent, plain_number

@@ -16,9 +16,8 @@ import torch
 from mergekit_slta.figures import Line, Panel, Picture, line_chart
 from mergekit_slta.levels import kinds_of, place_of
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
-from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
 

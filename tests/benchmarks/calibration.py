@@ -29,7 +29,7 @@ from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.lookup import measured_statistics
 
 
 @click.command()

@@ -45,7 +45,7 @@ from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
 from mergekit_slta.errors import first_line
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.lookup import measured_statistics
 
 EXPERTS = 3
 CHANGE = 0.02  # of a weight's own size, what an expert changes

@@ -20,7 +20,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.measure import measure
+from mergekit_slta.slta.lookup import measure
 
 RECORDS = 8
 SAMPLES = 2  # of each task for calibration

@@ -27,7 +27,7 @@ from support.merging import State, merged_state
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import solved
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
-from mergekit_slta.slta import measure
+from mergekit_slta.slta import lookup
 
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
 
@@ -38,7 +38,7 @@ def test_the_models_run_before_mergekit_has_a_tensor_in_memory(
 ) -> None:
     """The first tensors that it reads are the embeddings of all models, the largest tensors."""
     order: list[str] = []
-    module, name = (measure, "calibrate") if method == "slta" else (solved, "feature_merge")
+    module, name = (lookup, "calibrate") if method == "slta" else (solved, "feature_merge")
     for where, function in ((module, name), (LoadTensor, "execute")):
         run = getattr(where, function)
 

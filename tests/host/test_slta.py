@@ -16,7 +16,7 @@ from support.adapters import write_adapter
 from support.families import Family
 from support.merging import counted, merged_state, worst_error
 
-from mergekit_slta.slta import measure
+from mergekit_slta.slta import lookup
 from mergekit_slta.slta.statistics import Statistics
 
 
@@ -67,7 +67,7 @@ def test_merging_in_bfloat16_rounds_and_no_more(make_family: MakeFamily, tmp_pat
 
 
 def test_the_same_lora_is_known_by_content(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrations = counted(monkeypatch, measure, "calibrate")
+    calibrations = counted(monkeypatch, lookup, "calibrate")
     content = families.recipe(llama, experts=[0, 1], statistics=str(tmp_path / "stats"))
     adapter = write_adapter(llama.base, tmp_path / "adapter")
     content["models"][0]["model"] = f"{llama.base}+{adapter}"

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment, require_device
-from mergekit_slta.slta.measure import measure, measured_statistics
+from mergekit_slta.slta.lookup import measure, measured_statistics
 
 
 def test_options_do_what_they_do_in_mergekit(llama: Family) -> None:

@@ -13,7 +13,7 @@ from support.html_elements import Elements, assert_self_contained
 from support.linearity_values import NAMES, all_values, plan_of
 
 from mergekit_slta.nonlinearity.result import Linearity, Value
-from mergekit_slta.nonlinearity.scores import plan_studies
+from mergekit_slta.nonlinearity.studies import plan_studies
 from mergekit_slta.reports.linearity import linearity_page, score_sentence, verdict, write_linearity
 
 

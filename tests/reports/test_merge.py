@@ -16,7 +16,8 @@ from support.html_elements import Elements, assert_self_contained
 from mergekit_slta.cli.commands import main
 from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page, verdict
 from mergekit_slta.slta.solver import pooled
-from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import CalibrationInfo
 from mergekit_slta.words import percent, plain_number
 
 

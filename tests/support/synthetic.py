@@ -11,12 +11,12 @@ import torch
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.slta.solver import SubmoduleSolution
-from mergekit_slta.slta.statistics import (
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import (
     BaseContent,
     CalibrationInfo,
     Fingerprint,
     Info,
-    Statistics,
     settings_fingerprint,
     tokens_fingerprint,
 )

@@ -1,15 +1,23 @@
-"""The Gram matrices of one decoder layer's submodules on one batch, per level (Eq. 14, A.3.3 and A.3.5)."""
+"""The Gram matrices of feature deltas: of one decoder layer's submodules on one batch, and of the logits.
+
+Eq. 14, A.3.3 and A.3.5 of arXiv 2504.10902. Shapes: ``T`` experts, ``B`` samples in a batch, ``S`` positions
+(right-padded), ``D`` feature dimensions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Streams
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import logits
 from mergekit_slta.layers.maps import (
     Heads,
     LinearMap,
@@ -21,10 +29,58 @@ from mergekit_slta.layers.maps import (
 )
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import BRANCHES, head_part, submodule_name
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
+
+# Submodule name to [N, T, T] float64.
+Grams = dict[str, torch.Tensor]
 
 WHOLE = "whole"  # the run of a whole layer, beside those of its branches
+# Elements of the features that are multiplied at once on a processor, whose cache holds their copies in float64 too.
+MULTIPLIED = 2**17
+LOGITS = 2**24  # of each model are held at once, because logits are wide
+
+
+def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
+
+    Each sample is reduced alone and without its padding, so that neither the other samples nor the padding can change
+    its matrix.
+
+    Args:
+        deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
+        lengths: the number of tokens of each sample, ``B`` in all.
+
+    Returns:
+        [B, T, T] float64 on the CPU, exactly symmetric.
+    """
+    grams = []
+    for row, length in enumerate(lengths):
+        total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
+        whole = [delta[row, :length].reshape(-1) for delta in deltas]
+        size = MULTIPLIED // len(whole) if total.device.type == "cpu" else whole[0].numel()
+        for parts in zip(*(delta.split(size) for delta in whole), strict=True):
+            features = torch.stack(parts).double()
+            total += features @ features.T
+        grams.append(total)
+    products = torch.stack(grams).cpu()
+    return (products + products.mT) / 2
+
+
+def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
+    """Sum Gram matrices over the ranks, each of which holds its own samples.
+
+    Raises:
+        SltaError: features of some of the compared ``models``, by their names, are not finite.
+    """
+    grams = {name: ranks.sum(part) for name, part in measured.items()}
+    for name, gram in grams.items():
+        finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
+        if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
+            raise SltaError(
+                f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
+                "overflow float32, leave the model out or get a sound copy."
+            )
+    return grams
 
 
 @dataclass(frozen=True)
@@ -52,6 +108,7 @@ class LayerFeatures:
         self.layer = layer
         self.weights = weights
         names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
+        parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
         self.structure = decoder.structures[layer]
         of_layer = [name for name in weights[0] if "." not in name]  # such as a constant that all is multiplied by
@@ -60,11 +117,10 @@ class LayerFeatures:
         heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
-        self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
+        self.contributions = parts.branches
         self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
-        apart = "linear" in levels and layer_submodules(decoder, "linear", layer) != [submodule_name(layer)]
-        for linear_map in linear_maps(decoder.layers[layer]) if apart else ():
+        for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 
@@ -186,3 +242,27 @@ def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
         if child not in found and not torch.equal(tensor, base[name]):
             found.add(child)
     return frozenset(found)
+
+
+def logit_grams(
+    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
+) -> torch.Tensor:
+    """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
+
+    Args:
+        decoder: the models' common decoder.
+        streams: the base model's stream 0, and those that are compared with it.
+        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
+        edges: gives the ``logit_tensors`` of each stream's model.
+
+    Returns:
+        ``grams``; zero for the samples of other ranks.
+    """
+    width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
+    for row, states in streams.final():
+        for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
+            base, *others = (
+                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
+            )
+            grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
+    return grams
