@@ -66,15 +66,12 @@ class Recipe:
     Attributes:
         config: the recipe as mergekit reads it.
         text: its YAML.
-        content: the parsed YAML; None if the recipe did not come from a text.
+        content: the parsed YAML.
 
     Raises:
         SltaError: mergekit cannot read it. What is wrong with its text raises when ``base``, ``experts`` or
             ``settings`` is used.
     """
-
-    config: MergeConfiguration
-    content: Any
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         if not isinstance(content, Mapping):
@@ -111,20 +108,13 @@ class Recipe:
         recipe._parse(text, name)
         return recipe
 
-    @classmethod
-    def from_config(cls, config: MergeConfiguration, content: Any = None) -> Recipe:
-        """Make a recipe from a configuration that mergekit has read."""
-        recipe = cls.__new__(cls)
-        recipe.config, recipe.content = config, content
-        return recipe
-
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:
         """The same recipe with another statistics file and, if one is given, level, where its method takes a file."""
         method = SETTINGS.get(self.config.merge_method)
         if method is None or "statistics" not in method.model_fields:
             return self
-        parameters = {**(self.config.parameters or {}), "statistics": file, **({"level": level} if level else {})}
-        return self.from_config(self.config.model_copy(update={"parameters": parameters}), self.content)
+        parameters = {**(self.content.get("parameters") or {}), "statistics": file}
+        return Recipe({**self.content, "parameters": parameters | ({"level": level} if level else {})})
 
     def _parse(self, text: str, name: object) -> None:
         try:
@@ -139,10 +129,6 @@ class Recipe:
             raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
         except Exception as error:  # from mergekit's own checks
             raise SltaError(f"{name} is no mergekit recipe: {first_line(error)}.") from None
-
-    @cached_property
-    def text(self) -> str:
-        return self.config.to_yaml()
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from mergekit.common import ModelReference
-from mergekit.config import MergeConfiguration
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
@@ -24,16 +23,8 @@ def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
     return {"merge_method": method, "base_model": "org/base", "models": models} | changes
 
 
-def parse(recipe: dict[str, Any]) -> MergeConfiguration:
-    return MergeConfiguration.model_validate(recipe)
-
-
-def read(recipe: dict[str, Any]) -> Recipe:
-    return Recipe.from_config(parse(recipe), recipe)
-
-
 def problems(recipe: dict[str, Any]) -> list[str]:
-    return said(read(recipe).require_sound)
+    return said(Recipe(recipe).require_sound)
 
 
 def said(check: Callable[[], object]) -> list[str]:
@@ -59,7 +50,7 @@ def whole_slice(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", [content(), whole_slice()])
 def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
     assert problems(recipe) == []
-    found = read(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
+    found = Recipe(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
     assert found.base == ModelReference.parse("org/base")
     assert found.experts == tuple(
         Task(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
@@ -70,7 +61,7 @@ def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
 def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
     recipe = content(parameters={"samples": "many", "seed": 4, "sampels": 3})
     recipe["models"][0]["parameters"]["calibration"] = 5
-    found = read(recipe)
+    found = Recipe(recipe)
     for name in ("base", "experts", "settings"):
         with pytest.raises(SltaError) as caught:
             getattr(found, name)
@@ -102,7 +93,7 @@ def test_a_merged_table_may_repeat_the_keys_of_the_one_that_it_extends() -> None
 
 
 def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
-    found = read(content("ties"))
+    found = Recipe(content("ties"))
     assert [str(reference) for reference in found.references] == ["org/base", "org/math", "org/code"]
     with pytest.raises(SltaError, match="'ties': this command knows slta, featcal, actmat, sftm"):
         found.settings  # noqa: B018
@@ -110,12 +101,12 @@ def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
 
 def test_a_misspelt_method_gets_a_suggestion() -> None:
     with pytest.raises(SltaError, match="merge_method is 'feat_cal', did you mean 'featcal'"):
-        read(content("feat_cal")).settings  # noqa: B018
+        Recipe(content("feat_cal")).settings  # noqa: B018
 
 
 def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
     recipe = under_expert(template="{own}") | {"parameters": {"template": "{all}"}}
-    (parameters,) = expert_parameters(parse(recipe)).values()
+    (parameters,) = expert_parameters(Recipe(recipe).config).values()
     assert parameters == {"calibration": "math.jsonl", "template": "{own}"}
 
 
@@ -123,7 +114,7 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
     recipe = content()
     recipe["models"].insert(1, {"model": "org/base"})
     assert problems(recipe) == []
-    assert len(read(recipe).experts) == 2
+    assert len(Recipe(recipe).experts) == 2
 
 
 @pytest.mark.parametrize(
@@ -218,7 +209,7 @@ def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
         (problem,) = problems(recipe)
         assert problem.startswith(sentence)
         with pytest.raises(SltaError, match=sentence):
-            read(recipe).base  # noqa: B018
+            Recipe(recipe).base  # noqa: B018
 
 
 def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
@@ -252,7 +243,7 @@ def test_keys_that_mergekit_drops(recipe: dict[str, Any], sentence: str) -> None
 
 
 def test_an_expert_without_calibration() -> None:
-    recipe = read(content(models=[{"model": "org/math"}]))
+    recipe = Recipe(content(models=[{"model": "org/math"}]))
     (problem,) = said(lambda: require_calibration(recipe))
     assert problem.startswith("The expert org/math has no 'calibration'")
     require_calibration(recipe, statistics=True)
@@ -262,7 +253,7 @@ def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
     recipe = content()
     for entry, spelling in zip(recipe["models"], ("task.jsonl", "./task.jsonl"), strict=True):
         entry["parameters"]["calibration"] = f"{tmp_path}/{spelling}"
-    (problem,) = said(lambda: require_calibration(read(recipe)))
+    (problem,) = said(lambda: require_calibration(Recipe(recipe)))
     assert problem.startswith("The experts org/math and org/code have the same calibration source")
     assert problem.endswith("with equal data every merging weight of slta is one over the number of experts.")
 
