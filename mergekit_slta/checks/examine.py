@@ -95,9 +95,7 @@ def check(
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    shown = (
-        [drawn.example for drawn in experiment.samples.drawn.values()] if experiment.recipe.method.runs_models else []
-    )
+    shown = [drawn.example for drawn in experiment.drawn.values()]
     notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), needs(experiment))
 

@@ -18,7 +18,8 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.draw import CalibrationData, CalibrationSource
+from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
@@ -33,7 +34,6 @@ from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.loaders import adapt_loaders
 from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
-from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -65,6 +65,7 @@ class Experiment:
 
     Attributes:
         device: where the layers run.
+        drawn: the calibration samples that were drawn, by task and number.
 
     Raises:
         SltaError: the file cannot be read.
@@ -79,6 +80,7 @@ class Experiment:
         self.options = MergeOptions(**in_recipes_type(plain_values(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
+        self.drawn: dict[tuple[Task, int], CalibrationData] = {}
         self._models: dict[ModelReference, Model | SltaError] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
@@ -226,10 +228,26 @@ class Experiment:
 
     # Data
 
-    @cached_property
-    def samples(self) -> Samples:
-        """Draws the tasks' samples."""
-        return Samples(self.settings, self._samples_tokenizer(), self.tokenizer, self.quiet)
+    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
+        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
+        key = task, count or self.settings.samples
+        if key not in self.drawn:
+            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
+        return self.drawn[key]
+
+    def held_out(self, task: Task, count: int) -> CalibrationData:
+        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
+        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
+
+    def _source(self, task: Task, source: str) -> CalibrationSource:
+        if self.quiet and is_dataset(source):
+            import datasets  # slow to import, and most recipes name files
+
+            datasets.disable_progress_bars()
+        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
+        return CalibrationSource(
+            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
+        )
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
@@ -254,7 +272,8 @@ class Experiment:
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
             return build_tokenizer(*names, self.trust_remote_code, tokens)  # its progress bar cannot be switched off
 
-    def _samples_tokenizer(self) -> PreTrainedTokenizerBase:
+    @cached_property
+    def samples_tokenizer(self) -> PreTrainedTokenizerBase:
         """The merged model's tokenizer if all models that run on the samples have its ids, else the base model's."""
         if (aligned := self.aligned) is None:
             return self.tokenizer(self.recipe.base)
@@ -285,7 +304,7 @@ class Experiment:
 
     def _readable(self, task: Task, count: int | None) -> CalibrationData:
         """A task's samples, which the models that run on them can read."""
-        base, drawn = self.model(self.recipe.base), self.samples.of(task, count)
+        base, drawn = self.model(self.recipe.base), self.samples(task, count)
         highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
