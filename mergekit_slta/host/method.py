@@ -174,7 +174,7 @@ class DataFreeMerge(Merge):
         base = group.base.id if isinstance(group.base.id, ModelReference) else None
         with self._lock:
             if base not in self._roles:
-                trusted = self.experiment is not None and self.experiment.trust_remote_code
+                trusted = self.experiment is not None and self.experiment.options.trust_remote_code
                 self._roles[base] = model_roles(base, trusted, self.spec.name)
             roles = self._roles[base]
         name, layout = group.metadata.name or "", self.experiment.layout if self.experiment else None

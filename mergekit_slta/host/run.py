@@ -109,9 +109,6 @@ def _merged(
     """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
     recipe, options = experiment.recipe, experiment.options
     experiment.open()
-    models = (experiment.base, *experiment.experts)
-    for model in models:
-        model.open()  # from now on changes of its files are noticed
     experiment.adapt_loaders()
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
@@ -121,7 +118,7 @@ def _merged(
         # The last part of the folder's path is the card's title.
         stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
-    for model in models:
+    for model in (experiment.base, *experiment.experts):
         model.refuse_changes()
     unfinished = finish_folder(experiment, folder)
     for file, _ in before.items() & entry_files(folder, options.copy_tokenizer).items():

@@ -81,13 +81,9 @@ class Experiment:
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self.drawn: dict[tuple[Task, int], CalibrationData] = {}
-        self._models: dict[ModelReference, Model | SltaError] = {}
+        self._models: dict[ModelReference, Model] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
-
-    @property
-    def trust_remote_code(self) -> bool:
-        return self.options.trust_remote_code
 
     @property
     def transformers_cache(self) -> str | None:
@@ -106,15 +102,11 @@ class Experiment:
     # Models
 
     def model(self, reference: ModelReference) -> Model:
-        """A model's configuration and the headers of its files; see ``open_model``, which is called once for each."""
+        """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
-            try:
-                self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
-            except SltaError as error:
-                self._models[reference] = error
-        if isinstance(found := self._models[reference], SltaError):
-            raise found
-        return found
+            trusted, cache = self.options.trust_remote_code, self.transformers_cache
+            self._models[reference] = open_model(reference, trusted, cache)
+        return self._models[reference]
 
     @property
     def pairs(self) -> list[tuple[Model, Model]]:
@@ -134,7 +126,7 @@ class Experiment:
 
     def checkpoint(self, reference: ModelReference) -> Checkpoint:
         """A model's weights."""
-        checkpoint = Checkpoint(reference, self.trust_remote_code)
+        checkpoint = Checkpoint(reference, self.options.trust_remote_code)
         checkpoint.config = self.model(reference).config
         return checkpoint
 
@@ -146,7 +138,7 @@ class Experiment:
             SltaError: the base model cannot be opened or is not a decoder-only language model, or a slice of the recipe
                 does not cover all of its layers.
         """
-        decoder = trace(self.model(self.recipe.base).config, self.trust_remote_code)
+        decoder = trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
         for source in (source for output in self.recipe.config.slices or () for source in output.sources):
             if tuple(source.layer_range) != (0, len(decoder)):
                 raise SltaError(
@@ -204,8 +196,8 @@ class Experiment:
         self.ranks.together(self._open_all)
 
     def _open_all(self) -> None:
-        for reference in self.recipe.references:
-            Checkpoint(reference, self.trust_remote_code).open()
+        for model in (self.base, *self.experts):
+            model.open()  # from now on changes of its files are noticed
 
     def check_edges(self, experts: bool) -> None:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
@@ -257,7 +249,7 @@ class Experiment:
                 self._tokenizers[reference] = AutoTokenizer.from_pretrained(
                     str(adapter or reference.model.path),
                     revision=None if adapter else reference.model.revision,
-                    trust_remote_code=self.trust_remote_code,
+                    trust_remote_code=self.options.trust_remote_code,
                     cache_dir=self.transformers_cache,
                 )
         return self._tokenizers[reference]
@@ -270,7 +262,9 @@ class Experiment:
             return None
         names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
-            return build_tokenizer(*names, self.trust_remote_code, tokens)  # its progress bar cannot be switched off
+            return build_tokenizer(
+                *names, self.options.trust_remote_code, tokens
+            )  # its progress bar cannot be switched off
 
     @cached_property
     def samples_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -339,13 +333,9 @@ def require_device(name: str) -> None:
         ) from error
 
 
-def opened(recipe: RecipeOrFile | Experiment, options: Options, *, any_device: bool = False) -> Experiment:
-    """The experiment of a recipe; one that is opened keeps its options.
-
-    ``any_device``: a device that cannot compute is for the checks to refuse.
-    """
+def opened(recipe: RecipeOrFile | Experiment, options: Options) -> Experiment:
+    """The experiment of a recipe, on a device that can compute; one that is opened keeps its options."""
     if isinstance(recipe, Experiment):
         return recipe
-    if not any_device:
-        require_device(str(options.get("device", "cpu")))
+    require_device(str(options.get("device", "cpu")))
     return Experiment(recipe, **options)
