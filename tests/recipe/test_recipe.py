@@ -226,10 +226,10 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
     ("recipe", "sentence"),
     [
         (content(level="layer"), "'level' in the recipe has no effect: put it under the recipe's 'parameters'."),
-        (content(template="{q}"), "'template' in the recipe has no effect: put it under the expert's 'parameters'."),
+        (content(template="{q}"), "'template' in the recipe has no effect: put it under the model's 'parameters'."),
         (
             content(models=[{"model": "org/math", "calibration": "math.jsonl"}]),
-            "'calibration' in the entry of org/math has no effect: put it under its 'parameters'.",
+            "'calibration' in the entry of org/math has no effect: put it under the model's 'parameters'.",
         ),
         (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
         (
