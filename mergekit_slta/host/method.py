@@ -29,11 +29,6 @@ if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.solution import Solution
 
-WHOLE_MODELS = (
-    "'{method}' measures whole models before it merges their tensors: run it by mergekit-yaml or mergekit's run_merge, "
-    "on model folders or Hub ids."
-)
-
 
 def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
     """A method as mergekit declares it; ``paper`` is its number on arXiv.
@@ -77,7 +72,10 @@ class Merge:
             SltaError: mergekit merges tensors that belong to no recipe of models.
         """
         if self.experiment is None:
-            raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
+            raise SltaError(
+                f"'{self.spec.name}' measures whole models before it merges their tensors: run it by mergekit-yaml or "
+                "mergekit's run_merge, on model folders or Hub ids."
+            )
         return self.experiment
 
     def prepare(self, out: Path, partial: Partial) -> None:
@@ -204,14 +202,12 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
     if damaged:
         return SltaError(
-            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: the checkpoint is "
-            "damaged (save or download it again), or too large for the recipe's 'dtype' (set 'dtype: float32')."
+            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound copy, or "
+            "set 'dtype: float32' if the recipe's is too small for them."
         )
-    experts = ", ".join(str(entry.id) for entry in group.non_base)
     return SltaError(
-        f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although it "
-        f"is in the base model and in {experts}: set 'dtype: float32' and 'out_dtype: bfloat16', or give these "
-        "experts less weight."
+        f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "
+        "models' are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
     )
 
 

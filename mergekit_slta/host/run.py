@@ -173,13 +173,11 @@ def _recipe_file(out: str) -> str | None:
 def _options(experiment: Experiment) -> Iterator[str]:
     """The merge's options that another command needs to find and run the same models."""
     options = experiment.options
-    given = {"--transformers-cache": options.transformers_cache}
-    if any(reference.lora for reference in experiment.recipe.references):
-        given["--lora-merge-cache"] = options.lora_merge_cache
+    if options.transformers_cache:
+        yield from ("--transformers-cache", options.transformers_cache)
+    if options.lora_merge_cache and any(reference.lora for reference in experiment.recipe.references):
+        yield from ("--lora-merge-cache", options.lora_merge_cache)
     if options.device != "cpu":
-        given["--device"] = options.device
-    for name, value in given.items():
-        if value:
-            yield from (name, value)
+        yield from ("--device", options.device)
     if options.trust_remote_code:
         yield "--trust-remote-code"
