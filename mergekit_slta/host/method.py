@@ -202,8 +202,8 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
     if damaged:
         return SltaError(
-            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound copy, or "
-            "set 'dtype: float32' if the recipe's is too small for them."
+            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound "
+            "copy, or set 'dtype: float32' if the recipe's is too small for them."
         )
     return SltaError(
         f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "

@@ -155,7 +155,7 @@ class Recipe:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
         self.require_sound()
         given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        shared = {key: value for key, value in (self.config.parameters or {}).items() if key == "template"}
+        shared = {"template": (self.config.parameters or {}).get("template", "")}
         keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
         return keep if keep and keep.weight else None
 
@@ -173,7 +173,7 @@ class Recipe:
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
         self.require_sound()
-        return _table(self.method, (self.config.parameters or {}))
+        return _table(self.method, self.config.parameters or {})
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings of that kind; an SltaError if the recipe is wrong, or for another method."""
@@ -236,8 +236,10 @@ def _plain(value: Any) -> Any:
 def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:
     """A table of parameters; a gradient or filters, which only mergekit evaluates, leave a default."""
     names = {field.alias or name for name, field in kind.model_fields.items()}
-    values = {name: value for name, value in given.items() if isinstance(value, (str, int, float, bool))}
-    return kind.model_validate({name: value for name, value in values.items() if name in names})
+    scalar = (str, int, float, bool)
+    return kind.model_validate(
+        {key: value for key, value in given.items() if key in names and isinstance(value, scalar)}
+    )
 
 
 # What functions take for a recipe.
