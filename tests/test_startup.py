@@ -122,16 +122,6 @@ def test_another_finder_that_asks_all_finders(host: Path, calls: list[str]) -> N
     assert waiting() == 0
 
 
-def test_an_environment_variable_switches_it_off(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Path(startup.__file__).with_suffix(".pth").read_text()
-    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
-    exec(line, {})
-    assert waiting() == 0
-    monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "0")
-    exec(line, {})
-    assert waiting() == 1
-
-
 def test_a_hook_that_fails_is_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"mergekit-slta does not work here.*ModuleNotFoundError"):
         assert not startup.call("mergekit_slta.nowhere.install")

@@ -12,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
 from mergekit.config import MergeConfiguration
-from mergekit.scripts.run_yaml import main as mergekit_yaml
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
@@ -84,27 +82,6 @@ assert not {"transformers", "mergekit"} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-def test_options_are_called_as_in_mergekit() -> None:
-    theirs = {option: parameter for parameter in mergekit_yaml.params for option in parameter.opts}
-    shared = {
-        "--device",
-        "--cuda",
-        "--trust-remote-code",
-        "--lora-merge-cache",
-        "--transformers-cache",
-        "--quiet",
-        "-v",
-    }
-    every = theirs.keys() - {"config_file", "out_path"}
-    for command in ("check", "calibrate", "evaluate", "verify", "merge"):
-        parameters = main.commands[command].get_params(click.Context(main.commands[command]))
-        ours = {option: parameter for parameter in parameters for option in parameter.opts}
-        for option in every if command == "merge" else shared:
-            assert ours[option].name == theirs[option].name
-            assert ours[option].multiple == theirs[option].multiple
-            assert ours[option].secondary_opts == theirs[option].secondary_opts
-
-
 # check
 
 
@@ -164,18 +141,6 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: s
     assert said in run("merge", recipe, tmp_path / "out", code=1).output
 
 
-def test_check_looks_at_feature_merges_too(llama: Family, write_recipe: WriteRecipe) -> None:
-    text = run("check", write_recipe(llama, "featcal")).output
-    assert "no problem found" in text
-    assert [line.partition(":")[0] for line in text.splitlines()[-3:]] == ["Download", "Disk", "Memory"]
-    assert "for the solved layers" in text
-    wrong = write_recipe(llama, "featcal", ridge=-2, sampels=3, level="layer")
-    text = run("check", wrong, code=1).output
-    assert "3 problems found" in text
-    assert "did you mean 'samples'?" in text
-    assert text.endswith("Note: Models and data are checked once these are mended.\n")
-
-
 def test_other_methods_are_refused(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
     recipe = write_recipe(llama, method="linear", calibration=False)
     assert "merge_method is 'linear'" in run("check", recipe, code=1).output
@@ -213,16 +178,6 @@ def test_a_file_that_is_there_is_left_untouched_whether_it_fits_or_not(
     result = run("calibrate", write_recipe(llama, samples=3), "-o", file, "--quiet", code=1)
     assert "samples 3" in result.output
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == before
-
-
-def test_calibrate_refuses_what_it_cannot_write(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe = write_recipe(llama, sampels=3)
-    assert "did you mean 'samples'?" in run("calibrate", recipe, "-o", tmp_path / "s", code=1).output
-    assert "is a directory" in run("calibrate", recipe, "-o", tmp_path, code=2).output
-    assert (
-        "is not one of 'model', 'layer'"
-        in run("calibrate", recipe, "-o", tmp_path / "s", "--level", "heads", code=2).output
-    )
 
 
 def test_the_output_of_calibrate_replaces_the_recipes_statistics(
@@ -362,10 +317,6 @@ def test_solve_refuses_in_words(
     assert not list(tmp_path.iterdir())
 
 
-def test_solve_says_where_statistics_come_from(tmp_path: Path) -> None:
-    assert "mergekit-slta calibrate" in run("solve", tmp_path / "none.safetensors", code=1).output
-
-
 # Statistics on the Hub
 
 
@@ -415,32 +366,7 @@ def test_a_recipe_may_name_published_statistics(llama: Family, stats: Path, tmp_
     assert all(torch.equal(tensor, outputs[1][name]) for name, tensor in outputs[0].items())
 
 
-# evaluate
-
-
-def test_evaluate_takes_the_recipe_of_a_feature_merge(llama: Family, write_recipe: WriteRecipe) -> None:
-    recipe = write_recipe(llama, "featcal", samples=3)
-    text = run("evaluate", recipe, llama.experts[0], "--samples", "3", "--quiet").stdout
-    assert all(f"expert{index}" in text for index in range(3))
-
-
 # merge
-
-
-def test_merge_does_what_mergekit_yaml_does(
-    llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
-    content = families.recipe(llama, calibration=False, statistics=str(stats))
-    families.merge(content, tmp_path / "theirs")
-    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
-    wrong = write_recipe(llama, name="wrong.yml", levle="layer")
-    assert "did you mean 'level'?" in run("merge", wrong, tmp_path / "ours", code=1).output
-    assert not (tmp_path / "ours").exists()
-    run("merge", recipe, tmp_path / "ours", "--quiet")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    assert (tmp_path / "ours" / "mergekit_config.yml").read_text() == recipe.read_text()
 
 
 def test_names_of_any_script(family: Family, tmp_path: Path) -> None:

@@ -7,28 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeFamily
-from support import copies, families
+from support import families
 from support.families import Family
 from torch.overrides import TorchFunctionMode
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment, require_device
 from mergekit_slta.slta.measure import measure
-
-
-def test_options_do_what_they_do_in_mergekit(llama: Family) -> None:
-    assert families.experiment(families.recipe(llama), cuda=True).device == "cuda"
-    assert families.experiment(families.recipe(llama)).device == "cpu"
-
-
-def test_values_outside_the_layers_are_looked_at(make_family: MakeFamily) -> None:
-    family = make_family(experts=2)
-    copies.edit_tensors(family.experts[1], lambda tensors: tensors["lm_head.weight"][3].fill_(float("nan")))
-    experiment = families.experiment(families.recipe(family))
-    experiment.check_edges(experts=False)
-    with pytest.raises(SltaError, match=r"expert1.*lm_head\.weight|lm_head\.weight.*expert1"):
-        experiment.check_edges(experts=True)
 
 
 def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
