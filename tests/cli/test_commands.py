@@ -98,6 +98,7 @@ def test_check_says_what_is_worth_knowing_and_all_that_is_wrong(llama: Family, w
 
 
 BEGIN = "merge_method: slta\nbase_model: a\nmodels:\n"
+REPEATED = "repeated (write it once: only the last would count), in line"
 
 
 @pytest.mark.parametrize(
@@ -113,25 +114,11 @@ BEGIN = "merge_method: slta\nbase_model: a\nmodels:\n"
         ("just text", "is no mergekit recipe: it should be a valid table, not 'just text'."),
         ("models: [{model: a}]", "is no mergekit recipe: 'merge_method' is missing."),
         (f"{BEGIN}- b", "is no mergekit recipe: 'models.0' should be a valid table, not 'b'."),
-        (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "not {'q': None}.\n"),
-        (
-            f"{BEGIN}- model: b\n  parameters: {{calibration: }}",
-            "'models.0.parameters.calibration' should be one",
-        ),
+        (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "'models.0.parameters.template' should be one value"),
         (b"\xff\xfe", "is not UTF-8 text"),
-        (
-            f"{BEGIN}- model: b\nmodels: []",
-            "YAML: the key 'models' of line 3 is repeated (write it once: only the last would count), in line 5:",
-        ),
-        (
-            "a: {'level': 1, level: 2}",
-            "the key 'level' of line 1 is repeated (write it once: only the last would count), in line 1:",
-        ),
-        (
-            f"{BEGIN}- model: b\n  model: c",
-            "the key 'model' of line 4 is repeated (write it once: only the last would count), in line 5:",
-        ),
-        ('a: &x\n  template: "{q}"\n  template: "{p}"\nb: *x', "the key 'template' of line 2 is repeated"),
+        (f"{BEGIN}- model: b\nmodels: []", f"YAML: the key 'models' of line 3 is {REPEATED} 5:"),
+        ("a: {'level': 1, level: 2}", f"the key 'level' of line 1 is {REPEATED} 1:"),
+        (f"{BEGIN}- model: b\n  model: c", f"the key 'model' of line 4 is {REPEATED} 5:"),
     ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: str) -> None:
