@@ -52,15 +52,6 @@ def waiting() -> int:
     return sum(map(is_ours, sys.meta_path))
 
 
-def test_calls_the_hook_once_the_host_has_executed(host: Path, calls: list[str]) -> None:
-    startup.install()
-    assert calls == []
-    module = importlib.import_module("small_host")
-    assert module.runs == 1
-    assert calls == ["hook"]
-    assert waiting() == 0
-
-
 def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
     source = host.read_text()
     host.write_text("raise OSError('out of memory, say')  # and so on\n")

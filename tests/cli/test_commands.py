@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner, Result
 from conftest import MakeFamily, WriteRecipe
-from mergekit.config import MergeConfiguration
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
@@ -59,7 +57,7 @@ def alphas(statistics: Statistics, level: str = "attn_mlp", **how: Any) -> dict[
 # Help
 
 
-def test_help_and_solve_do_not_wait_for_heavy_imports(stats: Path, tmp_path: Path) -> None:
+def test_what_needs_no_model_does_not_wait_for_heavy_imports(stats: Path, tmp_path: Path) -> None:
     code = """
 import sys
 from mergekit_slta.cli.commands import main
@@ -71,6 +69,7 @@ def run(*arguments):
         assert not end.code
 
 run("--help")
+run("new", "org/base", "org/math", "--calibration", "math.jsonl")
 assert not {"torch", "transformers", "mergekit"} & set(sys.modules)
 run("solve", sys.argv[1])
 assert not {"transformers", "mergekit"} & set(sys.modules)
@@ -182,16 +181,12 @@ def test_the_output_of_calibrate_replaces_the_recipes_statistics(
 
 
 def test_the_solution_as_json(stats: Path) -> None:
-    content = solution(stats)
-    statistics = Statistics.load(stats)
-    solved = statistics.solve("attn_mlp")
+    solved, content = Statistics.load(stats).solve("attn_mlp"), solution(stats)
     assert list(content) == ["level", "models", "alpha", "retained", "condition"]
-    assert content["level"] == "attn_mlp"
-    assert content["models"] == ["expert0", "expert1", "expert2"]
+    assert (content["level"], content["models"]) == ("attn_mlp", ["expert0", "expert1", "expert2"])
     names = [f"layer.{layer}.{branch}" for layer in range(3) for branch in ("attn", "mlp")]
-    for key in ("alpha", "retained", "condition"):
-        assert list(content[key]) == names
-    assert content["alpha"] == alphas(statistics)
+    assert all(list(content[key]) == names for key in ("alpha", "retained", "condition"))
+    assert content["alpha"] == {name: alpha.tolist() for name, alpha in solved.alpha.items()}
     assert content["retained"] == {name: retained.tolist() for name, retained in solved.retained.items()}
     assert content["condition"] == solved.condition
 
@@ -264,21 +259,26 @@ def test_a_plain_recipe_of_an_adapter_comes_with_the_options_that_mergekit_alone
     assert said.rstrip().endswith(" OUT --lora-merge-cache ./adapters --lora-merge-dtype float32'.")
 
 
-def test_the_recipe_says_how_it_was_solved(stats: Path, llama: Family, tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yml"
+def test_the_recipe_is_that_of_the_solution(stats: Path, llama: Family, tmp_path: Path) -> None:
     run(
-        *("solve", stats, "--recipe", file, "--models", "expert2,expert1", "--task-weight", "expert1=2"),
+        *(
+            "solve",
+            stats,
+            "--recipe",
+            tmp_path / "ours.yml",
+            "--models",
+            "expert2,expert1",
+            "--task-weight",
+            "expert1=2",
+        ),
         *("--ridge", "0.25", "--no-balance", "--samples", "3", "--tokenizer-source", "base"),
         *("--model", f"base={llama.base}", "--model", "expert1=org/a=b"),
     )
-    text = file.read_text()
-    for said in ["level attn_mlp, balance false", "ridge 0.25", "task weights 1.0:2.0"]:
-        assert said in text
-    content = yaml.safe_load(text)
-    assert [entry["model"] for entry in content["models"]] == ["expert2", "org/a=b"]
-    assert content["tokenizer_source"] == "base"
-    assert [entry["parameters"]["weight"][-1] for entry in content["models"]] == [{"value": 0.0}] * 2
-    MergeConfiguration.model_validate(content)
+    chosen = Statistics.load(stats).select("expert2", "expert1")
+    solved = chosen.solve(ridge=0.25, balance=False, samples=3, task_weights={"expert1": 2})
+    models = {"base": str(llama.base), "expert1": "org/a=b"}
+    solved.save_recipe(tmp_path / "python.yml", models=models, tokenizer_source="base")
+    assert (tmp_path / "ours.yml").read_text() == (tmp_path / "python.yml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,17 +76,6 @@ def test_calibration_sources_go_to_the_experts_in_their_order_and_then_to_the_ba
     assert [(str(task), task.calibration) for task in tasks] == expected
     without_keep = run("new", "org/base", "org/math", "org/code", "--method", method, *options[:2])
     assert [task.calibration for task in Recipe.parse(without_keep, "this").tasks] == sources[:2]
-
-
-def test_it_is_printed_without_importing_what_takes_seconds(tmp_path: Path) -> None:
-    code = """
-import sys
-from mergekit_slta.cli.commands import main
-main(["new", "org/base", "org/math", "--calibration", "math.jsonl"], standalone_mode=False)
-assert not {"torch", "transformers", "mergekit", "datasets"} & set(sys.modules), sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "calibration:" in done.stdout, done.stderr
 
 
 def test_check_says_what_is_missing_until_it_is_filled_in(family: Family, tmp_path: Path) -> None:

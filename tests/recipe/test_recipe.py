@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mergekit.common import ModelReference
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
-from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 
 
@@ -40,17 +39,6 @@ def under_expert(**parameters: Any) -> dict[str, Any]:
     return content(models=[{"model": "org/math", "parameters": {"calibration": "math.jsonl", **parameters}}])
 
 
-def test_reads_what_the_recipe_names() -> None:
-    recipe = content()
-    assert problems(recipe) == []
-    found = Recipe(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
-    assert found.base == ModelReference.parse("org/base")
-    assert found.experts == tuple(
-        Task(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
-    )
-    assert found.settings == SltaSettings(samples=7)
-
-
 def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
     recipe = content(parameters={"samples": "many", "seed": 4, "sampels": 3})
     recipe["models"][0]["parameters"]["calibration"] = 5
@@ -67,12 +55,12 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
         {"model": "org/code", "parameters": {"calibration": "code.jsonl", "template": "{q}"}},
     ]
     content = {"merge_method": "slta", "base_model": "org/base", "models": models, "out_dtype": "bfloat16"}
-    made = Recipe(content | {"parameters": {"level": "layer", "samples": 4}, "dtype": "float32"})
+    made = Recipe(content | {"parameters": {"level": "layer", "samples": "4", "template": "{a}"}, "dtype": "float32"})
     (tmp_path / "recipe.yml").write_text(made.text)
     for found in (made, Recipe.load(tmp_path / "recipe.yml")):
         assert found.settings == SltaSettings(level="layer", samples=4)
         assert [(str(e), e.calibration, e.template) for e in found.experts] == [
-            ("org/math", "math.jsonl", ""),
+            ("org/math", "math.jsonl", "{a}"),
             ("org/code", "code.jsonl", "{q}"),
         ]
         assert str(found.base) == "org/base"
