@@ -23,7 +23,7 @@ from mergekit_slta.cli.options import (
     recipe_path,
     trusted_code,
 )
-from mergekit_slta.errors import SltaError, files_named
+from mergekit_slta.errors import SltaError, files_named, number
 from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
@@ -169,7 +169,9 @@ def solve(
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
     chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
-    weights = _task_weights(task_weights, known_names(chosen.info.models, all_models))
+    names = known_names(chosen.info.models, all_models)
+    entries = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
+    weights = {name: number(name, value) for name, value in entries.items()}
     given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
     solution = chosen.solve(level, task_weights=weights, **given)
     errors = solution.bootstrap(bootstrap) if bootstrap else None
@@ -355,14 +357,6 @@ def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str,
         known = ", ".join(dict.fromkeys(names.values()))
         raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({known}).")
     return names[name], value
-
-
-def _task_weights(entries: Sequence[str], names: Mapping[str, str]) -> dict[str, float]:
-    weights = dict(_assignment(entry, names, "--task-weight") for entry in entries)
-    try:
-        return {name: float(value) for name, value in weights.items()}
-    except ValueError as error:
-        raise SltaError(f"--task-weight: {error}, write a number.") from None
 
 
 # What is printed and written

@@ -272,7 +272,7 @@ def test_the_recipe_is_that_of_the_solution(stats: Path, llama: Family, tmp_path
     [
         (["--models", "expert0,math"], "no expert 'math', only expert0, expert1, expert2"),
         (["--task-weight", "expert1"], "write NAME=VALUE"),
-        (["--task-weight", "expert1=much"], "'much', write a number"),
+        (["--task-weight", "expert1=much"], "'expert1' is 'much': give a number"),
         (["--task-weight", "expert1=nan"], "expert1 is nan: give a number of at least zero"),
         (["--models", "expert0", "--task-weight", "expert0=0"], "at least one task must count"),
         (["--level", "linear"], "no level 'linear', only layer, attn_mlp"),

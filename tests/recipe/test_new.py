@@ -40,7 +40,9 @@ def test_several_experts_are_merged_by_slta_and_one_by_featcal() -> None:
     assert tuple(name for name, settings in SETTINGS.items() if settings.runs_models) == WITH_DATA
     for experts, method in ((["org/math"], "featcal"), (["org/math", "org/code"], "slta")):
         text = new_recipe("org/base", experts)
-        assert Recipe.parse(text, "this").config.merge_method == method
+        recipe = Recipe.parse(text, "this")
+        assert recipe.config.merge_method == method
+        assert [str(task) for task in recipe.tasks] == [*experts, *["org/base"] * (method == "featcal")]
         assert ("more exact answers: new --method featcal" in text) == (method == "slta")
 
 
@@ -54,14 +56,6 @@ def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
         expert = recipe.experts[0]
         assert (expert.calibration, expert.template) == ("math.jsonl", "{question} {answer}")
     assert recipe.settings_of(SltaSettings).statistics == "merge.slta.safetensors"
-
-
-@pytest.mark.parametrize("method", WITH_DATA)
-def test_one_expert_comes_with_prompts_of_the_base_model(method: str) -> None:
-    recipe = Recipe.parse(new_recipe("org/base", ["org/chat"], method), "this")
-    assert recipe.settings == SETTINGS[method]()
-    assert [str(task) for task in recipe.tasks] == ["org/chat", "org/base"]
-    assert recipe.keep_weight == 1.0
 
 
 @pytest.mark.parametrize("method", WITH_DATA)
