@@ -72,12 +72,12 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
     if not task.calibration or is_dataset(task.calibration) or is_dataset(source):
         return
     try:
-        left = experiment.samples.held_out(task, 1).records
+        left = experiment.held_out(task, 1).records
     except SltaError as error:
         yield from error.sentences
         return
     if not left:
-        count = counted(len(experiment.samples.of(task).records), "record")
+        count = counted(len(experiment.samples(task).records), "record")
         has = f"has only {count}: all calibrate" if source == task.calibration else "has only records that calibrate"
         yield f"Calibration source {source!r} of {task} {has}, none is left for `evaluate`. {MORE}"
 

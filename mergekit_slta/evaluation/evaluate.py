@@ -229,7 +229,7 @@ def evaluate(
 
 def _held_out(experiment: Experiment, task: Task, samples: int) -> Group:
     """A task's held-out records of which anything can be predicted."""
-    data = experiment.samples.held_out(task, samples)
+    data = experiment.held_out(task, samples)
     return [_sample(row, answer) for row, answer in zip(data.token_ids, data.answers, strict=True) if len(row) > 1]
 
 

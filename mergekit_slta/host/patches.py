@@ -99,14 +99,13 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
 def get_architecture_info(
     stock: Callable[..., ModelArchitecture], config: MergeConfiguration, options: MergeOptions
 ) -> ModelArchitecture:
-    """Merge all tensors of the base model's checkpoint.
+    """Merge all tensors of the base model's checkpoint, except where mergekit plans a recipe's slices or modules.
 
     mergekit's definitions, and the names that it takes from transformers, leave out heads that predict several tokens
     and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
     method = METHODS.get(config.merge_method)
-    own = method.architecture if method is not None else None
-    return stock(config, options) if own is None else own
+    return (method and method.architecture) or stock(config, options)
 
 
 @replaces(card, "is_hf", "path")

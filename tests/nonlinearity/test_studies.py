@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import WriteRecipe
-from mergekit.config import MergeConfiguration
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
@@ -87,6 +86,6 @@ def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRec
 def test_an_adapter_is_merged_before_its_layers_are_read(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, samples=1)
     content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter', seed=0)}"
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content))
+    recipe = Recipe(content)
     found = linearity(recipe, levels=["layer"], samples=1, pairs=False, quiet=True, lora_merge_cache=str(tmp_path))
     assert found

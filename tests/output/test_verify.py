@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mergekit.config import MergeConfiguration
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
@@ -25,8 +24,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def check(content: dict[str, Any], out: Path, **options: Any) -> Verification:
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
-    return verify(recipe, out, quiet=True, **options)
+    return verify(Recipe(content), out, quiet=True, **options)
 
 
 def change(out: Path, spoil: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -637,8 +637,7 @@ def recipe_of(base: object, experts: Mapping[Any, Any], method: str = "slta", **
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:
     """What a recipe asks for, opened; ``arguments`` are those of ``Experiment``."""
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
-    return Experiment(recipe, **{"quiet": True} | arguments)
+    return Experiment(Recipe(content), **{"quiet": True} | arguments)
 
 
 def _floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:
