@@ -198,8 +198,7 @@ class Checkpoint:
         return ExpertStack(shape, device, again)
 
     def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse a tensor with NaN or Inf: its smallest or its largest element is one then."""
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+        if not is_finite(tensor):
             raise SltaError(
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
             )
@@ -210,3 +209,11 @@ class Checkpoint:
         found = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
         self.refuse_changes()
         return found
+
+
+def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether a tensor's values are finite, also in another data type; its smallest and its largest value show it."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # torch computes little in 8 bits
+    return bool(torch.stack(tensor.aminmax()).to(dtype or tensor.dtype).double().isfinite().all())

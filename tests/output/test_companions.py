@@ -30,6 +30,7 @@ def recipe(family: Family) -> dict[str, Any]:
     (family.base / "additional_chat_templates").mkdir()
     for name in (*TEMPLATES, *OTHERS):
         (family.base / name).write_text("{}")
+    (family.base / "modeling_own.py").write_text("from .helper import scale\n")
     (family.base / GENERATION).write_text('{"eos_token_id": [2, 5]}')
     (family.base / "notes.json").write_text("{}")
     edit_config(family.base, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
