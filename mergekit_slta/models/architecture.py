@@ -31,17 +31,17 @@ class StoredModule(ModuleArchitecture):
     mergekit pairs the tensors of several models by their places in these lists, so they are the same for all.
     """
 
-    def __init__(self, before: list[WeightInfo], layers: list[list[WeightInfo]], after: list[WeightInfo]) -> None:
-        self.before, self.layers, self.after = before, layers, after
+    def __init__(self, outside: list[WeightInfo], layers: list[list[WeightInfo]]) -> None:
+        self.outside, self.layers = outside, layers
 
     def pre_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
-        return self.before
+        return self.outside
 
     def layer_weights(self, index: int, config: transformers.PretrainedConfig) -> list[WeightInfo]:
         return self.layers[index]
 
     def post_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
-        return self.after
+        return []
 
     def num_layers(self, config: transformers.PretrainedConfig) -> int:
         return len(self.layers)
@@ -69,13 +69,13 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
             stacks.setdefault(target[: found.start()], {}).setdefault(int(found[1]), []).append(weight(name))
         else:
             outside.append(weight(name))
-    after = [weight(name) for name in base.outside]
+    outside += [weight(name) for name in base.outside]
     layers = {prefix: [found.get(index, []) for index in range(1 + max(found))] for prefix, found in stacks.items()}
     if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
-        modules = {"default": StoredModule(outside, next(iter(layers.values())), after)}
+        modules = {"default": StoredModule(outside, next(iter(layers.values())))}
     else:
-        modules = {prefix: StoredModule([], own, []) for prefix, own in layers.items()}
-        modules["default"] = StoredModule(outside, [], after)
+        modules = {prefix: StoredModule([], stack) for prefix, stack in layers.items()}
+        modules["default"] = StoredModule(outside, [])
     text = config.get_text_config()
     place = next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
     return ModelArchitecture(

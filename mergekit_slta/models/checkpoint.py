@@ -178,12 +178,7 @@ class Checkpoint:
         if name not in layout or not layout.in_parts(name):
             return None
 
-        stored = layout.stored_as(name)
-        whole = None if stored is None else self._loader.get_tensor(stored)
-
         def part(expert: int) -> torch.Tensor:
-            if whole is not None:
-                return whole[expert]
             with reading(f"The tensor {name} of {self}"):
                 return layout.read(name, self._loader.get_tensor, expert)
 

@@ -169,11 +169,6 @@ class Layout:
         first = [names[0] for names in self._tied.values()]
         return [name for name in first if name not in buffers and name not in self]
 
-    def stored_as(self, target: str) -> str | None:
-        """The name under which the checkpoint stores a tensor of the model as it is; None if it is converted."""
-        source = self._source(target)
-        return source.pieces[0].name if source is not None and source.converter is None else None
-
     def in_parts(self, target: str) -> bool:
         """Whether the parts of a mixture's tensor can be read one expert at a time."""
         source = self._source(target)
