@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
 
 import transformers
@@ -95,30 +94,22 @@ def left_out_by_mergekit(model: Model) -> list[str]:
     layout, config = model.layout(model), model.config
     definition = known_architecture(config)
     if definition is not None:
-        known = definition.all_weights(config)
-        written = {name for own in known for name in (own.name, *(own.aliases or ()), *(own.tied_names or ()))}
-        return [
-            name for name in (*layout.pieces, *layout.outside) if not model_tensor_name(name, written, model.prefix)
-        ]
-    targets = {own.targets[0] for own in layout.pieces.values() if own.pattern is not None}
-    layers = (
-        Counter(LAYER.sub(".*.", name, count=1) for name in layout.model.state_dict()) if layout.model else Counter()
-    )
-    stored = set(model.tensors)
-    converted = {
-        name
-        for name in targets
-        if layers[LAYER.sub(".*.", name, count=1)] == max(layers.values())
-        and can_convert_checkpoint_keys(config.model_type, _beside(name, stored), name)
-    }
-    lost = [name for name, own in layout.pieces.items() if own.targets[0] in targets - converted]
-    return [*lost, *layout.outside]
-
-
-def _beside(name: str, stored: set[str]) -> set[str]:
-    """The stored tensors of the same layer."""
-    numbers = LAYER.findall(name)[:1]
-    return {other for other in stored if all(f".{number}." in other for number in numbers)}
+        weights = definition.all_weights(config)
+        written = {name for one in weights for name in (one.name, *(one.aliases or ()), *(one.tied_names or ()))}
+        stored = (*layout.pieces, *layout.outside)
+        return [name for name in stored if not model_tensor_name(name, written, model.prefix)]
+    in_layers: dict[str, list[str]] = {}  # the model's names that differ in the number of their layer alone
+    for name in layout.model.state_dict() if layout.model else ():
+        in_layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)
+    converted = {piece.targets[0] for piece in layout.pieces.values() if piece.pattern is not None}
+    depth, names = max(map(len, in_layers.values()), default=0), set(model.tensors)
+    lost = set[str]()
+    for alike in in_layers.values():
+        if not converted.isdisjoint(alike) and (
+            len(alike) < depth or not can_convert_checkpoint_keys(config.model_type, names, alike[0])
+        ):
+            lost.update(alike)
+    return [*(name for name, piece in layout.pieces.items() if piece.targets[0] in lost), *layout.outside]
 
 
 def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_slta import check, evaluate, verify
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights
+from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import TensorHeader
 from mergekit_slta.models.merged_adapters import merge_adapter
 
@@ -55,15 +55,6 @@ def test_an_adapter_that_mergekit_has_no_folder_for(llama: Family, tmp_path: Pat
     recipe["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path)}"
     with pytest.raises(SltaError, match="is a LoRA adapter: give mergekit a folder to merge it in"):
         families.experiment(recipe).open()
-
-
-def test_the_weights_of_an_adapter(tmp_path: Path) -> None:
-    folder = adapter_folder(ModelPath(path=str(tmp_path)))
-    with pytest.raises(SltaError, match="is not a LoRA adapter: it lacks"):
-        adapter_weights(folder)
-    for name in ("adapter_model.bin", "adapter_model.safetensors"):  # the second is preferred
-        (tmp_path / name).write_text("")
-        assert adapter_weights(folder) == tmp_path / name
 
 
 def with_dates_of(folder: Path, change: Callable[[], object]) -> None:
@@ -139,22 +130,6 @@ def test_an_adapter_in_the_old_format_is_merged_as_in_the_new_one(llama: Family,
         out = families.merge(adapted(llama, adapter, "sftm"), tmp_path / f"out of {adapter.name}", **options)
         states.append(load_file(out / "model.safetensors"))
     assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
-
-
-def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_it(
-    make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family("qwen3_moe")
-    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapter = write_adapter(family.base, tmp_path / "adapter", parameters=fused)
-    states: list[dict[str, torch.Tensor]] = []
-    for name in (f"{family.base}+{adapter}", str(merged_by_peft(family.base, adapter, tmp_path / "full"))):
-        recipe = families.recipe(family, experts=[0, 1], samples=6)
-        recipe["models"][0]["model"] = name
-        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
-        states.append(load_file(out / "model.safetensors"))
-    for name, tensor in states[1].items():
-        assert torch.allclose(states[0][name], tensor, rtol=1e-5, atol=1e-6), name
 
 
 # The type that an adapter is merged in: the base model's, the recipe's, the option, and what comes out
