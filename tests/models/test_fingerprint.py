@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import save_file
 from support.adapters import write_adapter
-from support.copies import edited, pickled, pickled_as_before, pickled_shards, sharded
+from support.copies import edited
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
@@ -19,7 +18,6 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
-LAYOUTS = [sharded, pickled, pickled_as_before, pickled_shards]
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -75,13 +73,6 @@ def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) ->
     folders = [edited(llama.base, tmp_path / edit.__name__, edit) for edit in (scale, rename, reshape, round_off)]
     found = [opened(folder).fingerprint() for folder in (*llama.folders, *folders)]
     assert len(set(found)) == len(found)
-
-
-@pytest.mark.parametrize("layout", [shutil.copytree, *LAYOUTS])
-def test_the_layout_does_not_enter_the_fingerprint(
-    layout: Callable[[Path, Path], Path], llama: Family, tmp_path: Path
-) -> None:
-    assert opened(layout(llama.base, tmp_path / "copy")).fingerprint() == opened(llama.base).fingerprint()
 
 
 def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:

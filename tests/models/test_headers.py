@@ -16,7 +16,7 @@ import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
 from safetensors.torch import load_file, save_file
-from support.copies import pickled, pickled_as_before
+from support.copies import pickled
 from support.families import Family
 from support.hub import Hub, serve
 
@@ -59,15 +59,6 @@ def refusal(folder: Path | str) -> str:
     with pytest.raises(SltaError) as error:
         open_model(ModelReference.parse(str(folder)))
     return error.value.message
-
-
-def test_headers_are_those_of_the_tensors(folder: Path) -> None:
-    expected = headers_of(load_file(folder / "model.safetensors"))
-    assert folder_headers(folder) == expected
-    assert folder_headers(pickled(folder, folder.parent / "pickled")) == expected
-    assert folder_headers(pickled_as_before(folder, folder.parent / "before")) == expected
-    shard(folder)
-    assert folder_headers(folder) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
