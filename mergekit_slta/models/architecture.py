@@ -64,12 +64,12 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
     outside: list[WeightInfo] = []
     for name in base.pieces:
         target = base.pieces[name].targets[0]
-        if found := LAYER.search(target):
-            stacks.setdefault(target[: found.start()], {}).setdefault(int(found[1]), []).append(weight(name))
+        if layer := LAYER.search(target):
+            stacks.setdefault(target[: layer.start()], {}).setdefault(int(layer[1]), []).append(weight(name))
         else:
             outside.append(weight(name))
     outside += [weight(name) for name in base.outside]
-    layers = {prefix: [found.get(index, []) for index in range(1 + max(found))] for prefix, found in stacks.items()}
+    layers = {prefix: [stack.get(index, []) for index in range(1 + max(stack))] for prefix, stack in stacks.items()}
     if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
         modules = {"default": StoredModule(outside, next(iter(layers.values())))}
     else:
@@ -131,9 +131,9 @@ def vocabulary_axes(base: Layout, headers: Headers, config: transformers.Pretrai
     if base.model is None:
         definition = known_architecture(config)
         weights = definition.all_weights(config) if definition else ()
-        return {own.name: own.vocabulary_axis for own in weights if own.vocabulary_axis is not None}
+        return {weight.name: weight.vocabulary_axis for weight in weights if weight.vocabulary_axis is not None}
     known = infer_vocabulary_axes(base.model)
-    found = {name: known[own] for name, piece in base.pieces.items() for own in piece.targets if own in known}
-    shapes = {headers[name].shape for name in found if name in headers and len(headers[name].shape) > 1}
+    axes = {name: known[target] for name, piece in base.pieces.items() for target in piece.targets if target in known}
+    shapes = {headers[name].shape for name in axes if name in headers and len(headers[name].shape) > 1}
     alike = [name for name in base.outside if name in headers and headers[name].shape in shapes]
-    return found | {name: 0 for name in alike if "embed" in name or "head" in name}
+    return axes | {name: 0 for name in alike if "embed" in name or "head" in name}

@@ -201,9 +201,9 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Identify the model by its content, before an adapter is merged into it."""
         self.open()
-        found = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
+        fingerprint = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
         self.refuse_changes()
-        return found
+        return fingerprint
 
 
 def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:

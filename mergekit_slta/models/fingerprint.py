@@ -36,30 +36,31 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
 
     Training changes nearly all bytes of a tensor. An edit of a few rows does not show; in files of this machine
-    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in whichever type.
+    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model; None is hashed where
+    statistics once had the type that it was merged in.
     """
-    content = _digest(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
+    content = _content_hash(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
     if adapter is None:
         return content
-    merged = [content, _digest(_sampled(adapter_weights(adapter))), adapter_settings(adapter), None]  # was the type
+    merged = [content, _content_hash(_sampled(adapter_weights(adapter))), adapter_settings(adapter), None]
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
 
 
 def stamps(files: Iterable[Path]) -> Stamps:
     """The stamps of the files that exist: a file that is written to or replaced gets another one."""
-    found = {}
+    stamped = {}
     for path in files:
         with contextlib.suppress(OSError):
             status = path.stat()
-            found[str(path)] = status.st_size, status.st_mtime_ns, status.st_ino
-    return found
+            stamped[str(path)] = status.st_size, status.st_mtime_ns, status.st_ino
+    return stamped
 
 
-def _digest(entries: Iterable[_Entry]) -> str:
-    found = hashlib.sha256()
+def _content_hash(entries: Iterable[_Entry]) -> str:
+    sha256 = hashlib.sha256()
     for name, dtype, shape, content in sorted(entries):
-        found.update(json.dumps([name, dtype, shape]).encode() + content)
-    return found.hexdigest()
+        sha256.update(json.dumps([name, dtype, shape]).encode() + content)
+    return sha256.hexdigest()
 
 
 def _sampled(path: Path) -> Iterator[_Entry]:

@@ -133,7 +133,7 @@ def adapted(
         config.inference_mode = True
         if is_meta and hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others compute with the weights
-        own = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+        mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
         if any(before != after for before, after in names.items()):
             _rename_targets(config, names)
         whole = peft.PeftModel(model, config, low_cpu_mem_usage=is_meta)
@@ -148,7 +148,7 @@ def adapted(
             raise ValueError(f"it adapts {_targets(loaded.unexpected_keys)}, which that model lacks")
         state = whole.state_dict(keep_vars=True)
         filled = {id(state[name]) for name in state.keys() - set(loaded.missing_keys)}  # some kinds share tensors
-        if lacking := [name for name in loaded.missing_keys if own and own in name and id(state[name]) not in filled]:
+        if lacking := [name for name in loaded.missing_keys if mark and mark in name and id(state[name]) not in filled]:
             raise ValueError(f"it lacks tensors of {_targets(lacking)}, which its {ADAPTER_CONFIG} names")
     return whole
 
@@ -157,7 +157,7 @@ def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.
     """What torch says about tensors of other shapes, in fewer words."""
     sizes = re.findall(r"size mismatch for (\S+): .*?\[(.*?)\].*?\[(.*?)\]", str(error))
     pairs = {pair for _, *both in sizes for pair in zip(*(shape.split(", ") for shape in both), strict=False)}
-    differing = {own: wanted for own, wanted in pairs if own != wanted}
+    differing = {given: wanted for given, wanted in pairs if given != wanted}
     rows = str(getattr(model.config.get_text_config(), "vocab_size", ""))
     if list(differing.values()) == [rows]:
         (trained,) = differing

@@ -92,7 +92,7 @@ def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         data.base_model_relation = "merge" if data.base_model else None
         tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", config.merge_method]
         data.tags = list(dict.fromkeys(tags))
-        sources = [*(own.get("calibration", "") for own in experts.values()), _kept_prompts(config)]
+        sources = [*(given.get("calibration", "") for given in experts.values()), _kept_prompts(config)]
         named = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources if is_dataset(source)]
         named = [name for name in named if not os.path.exists(name) and not files.is_private(name)]
         data.datasets = list(dict.fromkeys([*(data.datasets or []), *named])) or None
@@ -142,7 +142,7 @@ def _kept_prompts(config: MergeConfiguration) -> str:
 def _model_table(config: MergeConfiguration, solution: Solution | None) -> str:
     """A row for each model; columns in which no model has anything are left out."""
     kept = dict(zip(solution.models, solution.kept.tolist(), strict=True)) if solution else {}
-    models = [("Expert", expert, own.get("calibration", "")) for expert, own in expert_parameters(config).items()]
+    models = [("Expert", expert, given.get("calibration", "")) for expert, given in expert_parameters(config).items()]
     if config.base_model:
         models.insert(0, ("Base model", config.base_model, _kept_prompts(config)))
         if solution and solution.keeps_base:

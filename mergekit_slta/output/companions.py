@@ -143,6 +143,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
     """The files by which programs find a model's weights, and its chat template, in a folder, with inode and time."""
-    found = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
-    found += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
-    return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found if file.is_file()}
+    entries = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
+    entries += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
+    return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in entries if file.is_file()}

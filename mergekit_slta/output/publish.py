@@ -128,20 +128,20 @@ def publish(
     text = card.merge_card(folder, recipe.config, recipe.text)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
     pairs = contents.items()
-    sizes = tuple((name, len(own) if isinstance(own, bytes) else own.stat().st_size) for name, own in pairs)
+    sizes = tuple((name, len(file) if isinstance(file, bytes) else file.stat().st_size) for name, file in pairs)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    found = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes), private)
+    publication = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes), private)
     if dry_run:
-        return found
+        return publication
     files.write(folder / card.CARD, text.encode())
-    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=own) for name, own in pairs]
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in pairs]
     try:
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.HUB_ERRORS, RuntimeError) as error:
         raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
-    return replace(found, address=done.repo_url.url)
+    return replace(publication, address=done.repo_url.url)
 
 
 def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, Recipe]:
@@ -172,8 +172,8 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
             )
         return Recipe.load(folder / card.RECIPE)
 
-    *_, found, loaded = all_of([companions, weights, tokenizer, recipe])
-    return found, loaded
+    *_, opened, loaded = all_of([companions, weights, tokenizer, recipe])
+    return opened, loaded
 
 
 def _outside(folder: Path, paths: Iterable[Path]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import transformers
@@ -149,9 +149,10 @@ def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collect
     if base.built is None:
         return
     layout = base.layout(base)
+    kind: Any = type(base.built)
     try:
         with _silent_transformers():
-            _, info = type(base.built).from_pretrained(
+            _, info = kind.from_pretrained(
                 folder,
                 trust_remote_code=base.trust_remote_code,
                 device_map="meta",
