@@ -26,7 +26,7 @@ from support.every_tensor import State, by_reference, layer_of, load, merged, st
 from support.examining import edit_config, look, only, problems
 from support.families import Family
 from support.slow import slow_but
-from transformers import AutoConfig, PretrainedConfig, Qwen3VLMoeConfig
+from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
 from mergekit_slta.models.headers import open_model
 from mergekit_slta.models.roles import Role
@@ -321,15 +321,6 @@ def test_an_expert_of_a_mixture_that_a_checkpoint_lacks_is_said(
         broken = replace(found, base=folders[0], experts=tuple(folders[1:]))
         said = problems(families.recipe(broken, "sftm", calibration=False))
         assert any(f"{folders[index]}: the checkpoint lacks " in own and "down_proj" in own for own in said), said
-
-
-def test_the_configuration_keeps_what_a_prediction_head_needs(family: Callable[[str], Family], tmp_path: Path) -> None:
-    found = family("qwen3_5_moe")
-    config = AutoConfig.from_pretrained(found.base)
-    config.text_config.mtp_num_hidden_layers = 1
-    config.save_pretrained(found.base)
-    out = merged(found, "actmat", tmp_path / "out")
-    assert AutoConfig.from_pretrained(out).text_config.mtp_num_hidden_layers == 1
 
 
 def rows_of(found: Family) -> tuple[set[str], set[str]]:

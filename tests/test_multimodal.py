@@ -12,6 +12,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
@@ -24,6 +25,7 @@ from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mergekit_slta.models.merged_adapters import merge_adapter
 from mergekit_slta.slta.statistics import Statistics
 
 SCALE = 0.2  # of the task vectors: features are rounded alike whatever it is, so their deltas are known better
@@ -140,15 +142,8 @@ def test_an_adapter_is_merged_as_the_model_that_peft_makes_of_it(
         families.model_class(found.config).from_pretrained(found.base, dtype=torch.float32), str(adapter)
     )
     by_peft.merge_and_unload().save_pretrained(tmp_path / "full")
-    if experts:
-        fuse_experts(tmp_path / "full")
-    states: list[dict[str, torch.Tensor]] = []
-    for expert in (f"{found.base}+{adapter}", str(tmp_path / "full")):
-        recipe = families.recipe(found, level="layer", samples=RECORDS, experts=[0])
-        recipe["models"][0]["model"] = expert
-        LoaderCache.loaders.clear()
-        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
-        states.append(load(out).state_dict())
+    expert = merge_adapter(ModelReference.parse(f"{found.base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
+    states = [load(folder).state_dict() for folder in (Path(expert.model.path), tmp_path / "full")]
     assert_tensors_equal(*states)
     base = found.model(0).state_dict()
     changed = {path for path in base if not torch.equal(states[0][path], base[path])}
