@@ -166,7 +166,7 @@ def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collect
         yield f"transformers does not find {listed(missing)} in the folder, and would draw them at random."
     if mismatched := sorted({name for name, *_ in info["mismatched_keys"]} - {*named}):
         yield f"{listed(mismatched)} have other shapes than the folder's config.json says."
-    if unexpected := sorted({*info["unexpected_keys"]} - {*base.tensors, *named}):
+    if unexpected := sorted({*info["unexpected_keys"]} & stored.keys() - {*base.tensors, *named}):
         yield f"transformers does not know {listed(unexpected)}, which {base} does not have."
     if lost := sorted(name for name in layout.outside if name not in stored and name not in named):
         yield (
