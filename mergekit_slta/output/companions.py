@@ -45,8 +45,8 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         _write(folder / "config.json", config)
         if not made and not experiment.options.copy_tokenizer:
             return problems
-        written: Any = made or template
-        written = written and experiment.tokenizer(ModelReference(model=ModelPath(path=str(folder))))
+        merged = ModelReference(model=ModelPath(path=str(folder)))
+        written: Any = experiment.tokenizer(merged) if made or template else None
         if not made or written.get_vocab() == experiment.tokenizer(owner).get_vocab():
             problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
         if made or template:

@@ -50,13 +50,6 @@ def test_adapters_on_the_hub(tmp_path: Path) -> None:
             adapter_headers(none)
 
 
-def test_an_adapter_that_mergekit_has_no_folder_for(llama: Family, tmp_path: Path) -> None:
-    recipe = families.recipe(llama, experts=[0])
-    recipe["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path)}"
-    with pytest.raises(SltaError, match="is a LoRA adapter: give mergekit a folder to merge it in"):
-        families.experiment(recipe).open()
-
-
 def with_dates_of(folder: Path, change: Callable[[], object]) -> None:
     """Change files and give them the dates that they had."""
     dates = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
