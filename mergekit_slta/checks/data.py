@@ -17,9 +17,8 @@ from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import is_dataset, parse_dataset, read_records
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
 from mergekit_slta.models.hub import HUB_ERRORS, reason
-from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings

@@ -20,8 +20,8 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
+from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
-from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
 

@@ -12,7 +12,7 @@ from typing import Any
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
-from mergekit_slta.models.skeleton import hashed_computation
+from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta.statistics_file import (
     BaseContent,
