@@ -51,16 +51,7 @@ FORWARD = "plain forward passes"
 @click.option("--repeats", default=2, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=CACHE, help="For checkpoints, deleted afterwards.")
 @click.option("-o", "--output", "out", type=click.Path(path_type=Path), default=Path(), help="For gpu.json and gpu.md.")
-def main(
-    shapes: Sequence[str],
-    device: str,
-    samples: int,
-    tokens: int,
-    layers: int,
-    repeats: int,
-    folder: Path,
-    out: Path,
-) -> None:
+def main(shapes: Sequence[str], layers: int, folder: Path, out: Path, **settings: Any) -> None:
     """Measure what a GPU makes of calibration, featcal and merging."""
     be_quiet()
     mergekit_slta.host.patches.install()
@@ -69,9 +60,9 @@ def main(
     results: list[dict[str, Any]] = []
     for shape in shapes:
         with tempfile.TemporaryDirectory(dir=folder) as place:
-            models = write_models(Path(place), shape, EXPERTS, layers, device)
+            models = write_models(Path(place), shape, EXPERTS, layers, settings["device"])
             results.append({})
-            for result in measure(models, shape, Path(place), device, samples, tokens, repeats):
+            for result in measure(models, shape, Path(place), **settings):
                 results[-1] = result
                 (out / "gpu.json").write_text(json.dumps(results, indent=1))
                 (out / "gpu.md").write_text("\n".join(map(table, results)))
