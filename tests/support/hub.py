@@ -55,34 +55,27 @@ def serve(root: Path, cache: Path, revision: str = "main") -> Iterator[Hub]:
     hub = Hub(root, cache, revision)
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, hub))
     hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
-    try:
-        with reached(hub.address, cache):
-            yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-@contextmanager
-def reached(address: str, cache: Path) -> Iterator[None]:
-    """Let this process take what answers at an address for the Hub, as HF_ENDPOINT and HF_HOME do in a new process."""
-    constants = {
-        "ENDPOINT": address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+    constants = {  # what HF_ENDPOINT and HF_HOME set in a new process
+        "ENDPOINT": hub.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_DISABLE_XET": True,
     }
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])
+    thread.start()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(huggingface_hub.constants, name, value)
         # The functions of huggingface_hub are methods of one object, and transformers keeps another.
-        patch.setattr(huggingface_hub.hf_api.api, "endpoint", address)
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
         patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
-        yield
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
