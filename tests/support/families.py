@@ -304,7 +304,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 def model_class(config: PretrainedConfig) -> Any:
     """What transformers makes the model of a configuration with: a class for text alone, for images too, or others."""
-    kinds = [AutoModelForCausalLM] if config.get_text_config() is config else []
+    kinds: list[Any] = [AutoModelForCausalLM] if config.get_text_config() is config else []
     kinds += [transformers.AutoModelForImageTextToText, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel]
     return next(kind for kind in kinds if type(config) in kind._model_mapping)
 

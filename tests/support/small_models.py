@@ -16,10 +16,11 @@ from support import every_tensor, families
 from mergekit_slta.host import patches
 from mergekit_slta.models.roles import Role
 
-T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     **{name: lambda name=name: families.config_of(name) for name in ("llama", "mixtral", "gpt2")},  # type: ignore[misc]
-    "t5": lambda: transformers.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5": lambda: transformers.T5Config(**T5),
     "clip_vision": lambda: transformers.CLIPVisionConfig(**families.VISION),
 }
 Family = tuple[Path, list[Path]]
