@@ -34,25 +34,24 @@ if TYPE_CHECKING:
     from mergekit_slta.errors import SltaError
     from mergekit_slta.evaluation.evaluate import evaluate
     from mergekit_slta.host.merge import merge
-    from mergekit_slta.nonlinearity.scores import linearity
+    from mergekit_slta.nonlinearity.studies import linearity
     from mergekit_slta.output.publish import publish
     from mergekit_slta.output.verify import verify
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.merge import report
-    from mergekit_slta.slta.measure import measure
-    from mergekit_slta.slta.solution import Solution
-    from mergekit_slta.slta.statistics import Statistics
+    from mergekit_slta.slta.lookup import measure
+    from mergekit_slta.slta.statistics import Solution, Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
         "Recipe": "recipe.recipe",
         "SltaError": "errors",
-        "Solution": "slta.solution",
+        "Solution": "slta.statistics",
         "Statistics": "slta.statistics",
         "ask": "asking.ask",
         "check": "checks.examine",
         "evaluate": "evaluation.evaluate",
-        "linearity": "nonlinearity.scores",
-        "measure": "slta.measure",
+        "linearity": "nonlinearity.studies",
+        "measure": "slta.lookup",
         "merge": "host.merge",
         "publish": "output.publish",
         "report": "reports.merge",

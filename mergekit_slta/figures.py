@@ -31,12 +31,11 @@ LINE_HEIGHT = 0.21
 DOTS_PER_INCH = 170
 # Lengths of names in characters; longer ones lose their middle, because their ends tell experts apart.
 NAME_LENGTH = 30
-CELL_NAME_LENGTH = 14
+GROUP_NAME_LENGTH = 14
 ROW_NAME_LENGTH = 20
 LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
-WIDEST_NAMES = 36  # characters that columns' names may have together; longer ones are turned
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -104,7 +103,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A heat map: values [rows, columns], NaN for missing ones."""
+    """A heat map: values [rows, columns], NaN for missing ones. The names of columns are numbers."""
 
     title: str
     values: Sequence[Sequence[float]]
@@ -217,7 +216,7 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         ax.set_xlim(left=0)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for ticks such as 0.0025
         middles = [(len(series) - 1) / 2 + step * group for group in range(len(groups))]
-        ax.set_yticks(middles, [_short(group, CELL_NAME_LENGTH) for group in groups])
+        ax.set_yticks(middles, [_short(group, GROUP_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)
         ax.invert_yaxis()
         ax.set_xlabel(x_label)
@@ -254,15 +253,9 @@ def _short(label: str, length: int = NAME_LENGTH) -> str:
 
 
 def _name_cells(ax: Axes, matrix: Matrix) -> None:
-    for axis, names, most, length in (
-        (ax.xaxis, matrix.columns, MOST_COLUMN_NAMES, CELL_NAME_LENGTH),
-        (ax.yaxis, matrix.rows, MOST_NAMES, ROW_NAME_LENGTH),
-    ):
+    for axis, names, most in ((ax.xaxis, matrix.columns, MOST_COLUMN_NAMES), (ax.yaxis, matrix.rows, MOST_NAMES)):
         step = math.ceil(len(names) / most)
-        axis.set_ticks(range(0, len(names), step), [_short(name, length) for name in names[::step]])
-    if len(matrix.columns) * max(map(len, matrix.columns)) > WIDEST_NAMES:
-        for label in ax.get_xticklabels():
-            label.set(rotation=30, ha="right", rotation_mode="anchor")
+        axis.set_ticks(range(0, len(names), step), [_short(name, ROW_NAME_LENGTH) for name in names[::step]])
     ax.tick_params(length=0, labelsize=9)
     ax.spines[:].set_visible(False)
 

@@ -18,7 +18,7 @@ has one branch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
@@ -90,10 +90,14 @@ class Place(NamedTuple):
 
 
 def place_of(name: str) -> Place:
+    layer, part = _parsed(name)
+    return Place(None, name) if layer is None else Place(layer, re.sub(r"\.\d+(?![^.])", "", part or "layer", count=1))
+
+
+def _parsed(name: str) -> tuple[int | None, str]:
+    """The layer of a submodule, and which part of the layer it is; "" is the whole layer."""
     match = re.fullmatch(r"layer\.(\d+)(?:\.(.+))?", name)
-    if match is None:
-        return Place(None, name)
-    return Place(int(match[1]), re.sub(r"\.\d+(?![^.])", "", match[2] or "layer", count=1))
+    return (None, name) if match is None else (int(match[1]), match[2] or "")
 
 
 def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
@@ -105,32 +109,51 @@ def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
     return kinds
 
 
-def of_level(names: Iterable[str], level: str) -> list[str]:
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a decoder layer, of all levels; ``at`` says which of them are its submodules at a level.
+
+    Attributes:
+        branches: ``attn`` and ``mlp``, or the one that there is; none where they cannot be told apart.
+        heads: the attention heads.
+        maps: the linear maps.
+    """
+
+    branches: Sequence[str] = ()
+    heads: Sequence[str] = ()
+    maps: Sequence[str] = ()
+
+    @staticmethod
+    def of(names: Iterable[str]) -> Parts:
+        """Tell the submodules of one layer apart by their names; the layer itself is none of its parts."""
+        parts = [_parsed(name)[1] for name in names]
+        branches = [branch for branch in BRANCHES if branch in parts]
+        heads = [part for part in parts if re.fullmatch(r"head\.\d+", part)]
+        return Parts(branches, heads, [part for part in parts if part and part not in (*branches, *heads)])
+
+    def at(self, level: str) -> Sequence[str]:
+        """The submodules at a level, or where there are none those of the next coarser level; "" is the whole layer."""
+        finest: Sequence[str] = ()
+        if level == "linear":
+            finest = self.maps
+        elif level == "head_mlp" and self.heads:
+            finest = [*self.heads, *(branch for branch in self.branches if branch != "attn")]
+        elif level in ("attn_mlp", "head_mlp"):
+            finest = self.branches
+        return finest or [""]
+
+
+def of_level(names: Collection[str], level: str) -> list[str]:
     """The names of a level's submodules among those of several levels, sorted."""
     if level == "model":
         return ["model"] if "model" in names else []
-    layers: dict[str, set[str]] = {}
+    layers: dict[int, list[str]] = {}
     for name in names:
-        _, _, inside = name.partition("layer.")
-        layer, _, part = inside.partition(".")
-        if layer:
-            layers.setdefault(layer, set()).add(part)
-    found = [submodule_name(int(layer), part) for layer, parts in layers.items() for part in _parts(parts, level)]
-    return sorted(found, key=sort_key)
-
-
-def _parts(parts: set[str], level: str) -> set[str]:
-    """The parts of a layer at a level, the finest that are there; the layer itself is the empty part."""
-    whole = parts & {""}
-    branches = parts & set(BRANCHES)
-    heads = {part for part in parts if re.fullmatch(r"head\.\d+", part)}
-    if level == "attn_mlp":
-        return branches or whole
-    if level == "head_mlp":
-        return heads | branches - {"attn"} if heads else branches or whole
-    if level == "linear":
-        return parts - whole - branches - heads or whole
-    return whole
+        layer, _ = _parsed(name)
+        if layer is not None:
+            layers.setdefault(layer, []).append(name)
+    at_level = (submodule_name(layer, part) for layer, inside in layers.items() for part in Parts.of(inside).at(level))
+    return sorted((name for name in at_level if name in names), key=sort_key)
 
 
 def sort_key(name: str) -> tuple[object, ...]:

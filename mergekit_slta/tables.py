@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -28,21 +27,10 @@ class Table:
 
     def __str__(self) -> str:
         """The table as text, the first column to the left and the others to the right."""
-        return self.within(sys.maxsize)
-
-    def within(self, width: int) -> str:
-        """The table as text; columns for which lines of ``width`` characters are too short follow below."""
-        columns = list(zip(self.header, *self.rows, strict=True))
-        first, *others = [[cell.ljust(max(map(len, columns[0]))) for cell in columns[0]]] + [
-            [cell.rjust(max(map(len, column))) for cell in column] for column in columns[1:]
-        ]
-        blocks = [[first]]
-        for column in others:
-            if len(blocks[-1]) > 1 and sum(len(before[0]) + 2 for before in blocks[-1]) + len(column[0]) > width:
-                blocks.append([first])
-            blocks[-1].append(column)
-        texts = ("\n".join("  ".join(line).rstrip() for line in zip(*block, strict=True)) for block in blocks)
-        return "\n\n".join(texts)
+        first, *others = [(column, max(map(len, column))) for column in zip(self.header, *self.rows, strict=True)]
+        columns = [[cell.ljust(first[1]) for cell in first[0]]]
+        columns += [[cell.rjust(width) for cell in column] for column, width in others]
+        return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
     def __html__(self) -> str:
         """The table as HTML; jinja calls this method. Cells are escaped, because they may hold any text."""

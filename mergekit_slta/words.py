@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 
 def plain_number(number: float, form: str = ".3g") -> str:
@@ -32,15 +31,6 @@ def counted(number: int, noun: str) -> str:
 def possessive(name: str) -> str:
     """A name's possessive form, as in "math's" and "words'"."""
     return f"{name}'{'s' * (not name.endswith('s'))}"
-
-
-def where_most(by_layer: Mapping[int, float]) -> str:
-    """The layers with the largest values, a quarter, at most three, as in " in layers 0 and 3-4"; "" without any."""
-    most = sorted(by_layer, key=by_layer.__getitem__, reverse=True)[: math.ceil(min(len(by_layer), 12) / 4)]
-    pairs = enumerate(sorted(most))
-    runs = [[layer for _, layer in run] for _, run in groupby(pairs, lambda pair: pair[1] - pair[0])]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f" in layer{'s' * (len(most) > 1)} {enumerated(words)}" if words else ""
 
 
 def kind_name(kind: str) -> str:

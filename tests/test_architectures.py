@@ -25,8 +25,6 @@ from support.gram_difference import gram_difference
 from support.rounding import gram_rounding
 from transformers import AutoModelForCausalLM
 
-from mergekit_slta.layers.submodules import fallbacks
-from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import of_level
 from mergekit_slta.slta.solver import SubmoduleSolution, solve
 
@@ -130,19 +128,6 @@ def loaded(folder: Path) -> State:
 # The matrix
 
 
-@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
-def test_layers_without_heads_fall_back_to_their_branches(
-    name: str, case: Callable[[str], Case], caplog: pytest.LogCaptureFixture
-) -> None:
-    found = case(name)
-    decoder = trace(found.family.config)
-    with caplog.at_level(logging.WARNING, "mergekit_slta"):
-        names = set(families.measure(found.family, "head_mlp"))
-    assert [name for name in of_level(names, "head_mlp") if name.endswith(".attn")]
-    assert all(str(fallback) in caplog.text for fallback in fallbacks(decoder, "head_mlp"))
-    assert "Level head_mlp falls back to level attn_mlp in layer" in caplog.text
-
-
 @pytest.mark.parametrize(("name", "level"), MEASURED)
 def test_grams_and_merging_weights_equal_the_reference(name: str, level: str, case: Callable[[str], Case]) -> None:
     found = case(name)
@@ -171,49 +156,36 @@ def test_the_merged_model_is_the_references_and_loads(
 # Experts that leave submodules alone
 
 
-@pytest.fixture
-def adapted(tmp_path: Path, make_family: MakeFamily) -> tuple[dict[str, Any], Case]:
-    """A recipe of two LoRA on query projections and a full expert, and the same models merged by hand."""
+def test_lora_experts_that_touch_attention_only(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two LoRA on query projections and a full expert, against the same models merged by hand."""
     family = make_family("llama", experts=3, records=RECORDS, longest=LONGEST)
     recipe = families.recipe(family, samples=RECORDS)
     for index in range(2):
         adapter = write_adapter(family.base, tmp_path / f"adapter{index}", seed=index, alpha=8)
         recipe["models"][index]["model"] = f"{family.base}+{adapter}"
-        tensors = load_file(family.base / "model.safetensors")
-        factors = {
-            key.removeprefix("base_model.model."): tensor
-            for key, tensor in load_file(adapter / "adapter_model.safetensors").items()
-        }
+        tensors, factors = (
+            load_file(path) for path in (family.base / "model.safetensors", adapter / "adapter_model.safetensors")
+        )
         for name in tensors:
-            down, up = (factors.get(name.replace(".weight", f".lora_{part}.weight")) for part in "AB")
+            down, up = (
+                factors.get(f"base_model.model.{name.replace('.weight', f'.lora_{part}.weight')}") for part in "AB"
+            )
             if down is not None and up is not None:
                 tensors[name] += 8 / 2 * up @ down
         save_file(tensors, family.experts[index] / "model.safetensors", metadata={"format": "pt"})
-    return recipe, Case(family, reference.SPLITS["llama"])
-
-
-def test_lora_experts_that_touch_attention_only(
-    adapted: tuple[dict[str, Any], Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    recipe, found = adapted
-    level = "attn_mlp"
-    recipe["parameters"]["level"] = level
+    found = Case(family, reference.SPLITS["llama"])
     with caplog.at_level(logging.WARNING, "mergekit_slta"):
         merged = families.merge(recipe, tmp_path / "merged", lora_merge_cache=str(tmp_path / "loras"))
-    assert_tensors_equal(loaded(merged), found.merged(level))
-    lines = [record.getMessage() for record in caplog.records if "linearly dependent" in record.getMessage()]
-    assert len(lines) == 1
-
-
-@pytest.mark.parametrize("level", ["head_mlp", "linear"])
-def test_what_no_expert_touches_is_exactly_zero(level: str, adapted: tuple[dict[str, Any], Case]) -> None:
-    _, found = adapted
-    for name in found.deltas(level):
-        gram, alpha = found.grams[name], found.alpha(level)[name]
-        touched = name.endswith((".attn", ".q_proj")) or ".head." in name
-        assert gram[:, 2, 2].all()
-        assert bool(gram[:, :2].any()) == touched
-        assert bool(alpha[:2].any()) == touched
+    assert_tensors_equal(loaded(merged), found.merged("attn_mlp"))
+    assert caplog.text.count("linearly dependent") == 1
+    for level in ("head_mlp", "linear"):
+        for name in found.deltas(level):  # what no expert touches is exactly zero
+            gram, alpha = found.grams[name], found.alpha(level)[name]
+            touched = name.endswith(".q_proj") or ".head." in name
+            assert gram[:, 2, 2].all()
+            assert bool(gram[:, :2].any()) == bool(alpha[:2].any()) == touched
 
 
 # Mixtures of experts

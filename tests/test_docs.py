@@ -27,10 +27,6 @@ PACKAGE = Path(mergekit_slta.__file__).parent
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 PARAMETERS = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
-# Options of other programs that the pages show.
-FOREIGN = {"--index-url", "--no-deps", "--strict", "--nproc-per-node", "--check", "--target"}
-LLAMA_CPP = {"--outtype", "--outfile", "--mmproj", "--mtp", "--no-mtp"}
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 each_page = pytest.mark.parametrize("page", TEXTS)
@@ -74,14 +70,6 @@ def test_every_call_in_the_docs_has_a_command_and_options_that_exist(page: str) 
         assert first in main.commands, first
         given = {word for word in rest if word.startswith("-")}
         assert given <= options_of(main.commands[first]) | {"--help"}, (first, rest)
-
-
-@each_page
-def test_every_option_named_in_the_docs_exists(page: str) -> None:
-    known = set().union(*(options_of(command) for command in (main, *main.commands.values())), FOREIGN, LLAMA_CPP)
-    for path in [*(ROOT / "tests" / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]:
-        known |= set(OPTION.findall(path.read_text(encoding="utf-8")))
-    assert set(OPTION.findall(TEXTS[page])) <= known
 
 
 # Recipes

@@ -68,7 +68,7 @@ def test_lines(x: list[float], options: dict[str, object]) -> None:
 def test_heat_maps(columns: int) -> None:
     values = [[(row + column) / columns - 0.2 for column in range(columns)] for row in range(len(NAMES))]
     values[0][0] = math.nan
-    matrix = Matrix("$t", values, NAMES, [NAMES[i % len(NAMES)] for i in range(columns)])
+    matrix = Matrix("$t", values, NAMES, [*map(str, range(columns))])
     pixels(heat_map([matrix, matrix], x_label="$x", y_label="_y", value_label="v", limits=(0.0, 1.0)))
 
 

@@ -16,10 +16,11 @@ from support import families, reference
 from support.families import Family
 from support.gram_difference import gram_difference
 from support.linearity_values import assert_same
+from support.merging import worst_error
 from support.processes import run_python, torchrun
 
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.nonlinearity.scores import Linearity, linearity
+from mergekit_slta.nonlinearity.studies import Linearity, linearity
 from mergekit_slta.slta.statistics import Statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -29,12 +30,6 @@ GPU = "cuda:0"
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2")
 GRAMS = 1e-4  # of the float64 reference's
 TENSORS = 1e-4  # of a solved tensor's norm on the CPU
-
-
-def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two models' tensors, relative to each tensor's norm."""
-    assert found.keys() == expected.keys()
-    return max(float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -56,7 +51,7 @@ def test_a_feature_merge_is_the_cpus(name: str, ridge: float | None, make_family
     LoaderCache.loaders.clear()
     families.feature_merge(family, tmp_path / "device", device=GPU, ridge=ridge)
     found, expected = (families.solved_tensors(tmp_path / place) for place in ("device", "host"))
-    assert difference(found, expected) < TENSORS
+    assert worst_error(found, expected) < TENSORS
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
@@ -94,7 +89,7 @@ def test_a_merge_by_the_command_is_the_cpus(
         done = run_python("-m", "mergekit.scripts.run_yaml", recipe, tmp_path / place, "--no-copy-tokenizer", *options)
         assert done.returncode == 0, done.stderr
         merged[place] = load_file(tmp_path / place / "model.safetensors")
-    assert difference(merged["device"], merged["host"]) < TENSORS
+    assert worst_error(merged["device"], merged["host"]) < TENSORS
 
 
 def test_memory_that_runs_out_halves_the_batches(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,4 +139,4 @@ def test_processes_with_a_gpu_each_solve_what_one_alone_solves(
         done = torchrun(count, "-m", "mergekit_slta", "merge", recipe, tmp_path / f"{count}", "--cuda")
         assert done.returncode == 0, done.stderr
         merged.append(load_file(tmp_path / f"{count}" / "model.safetensors"))
-    assert difference(merged[1], merged[0]) < TENSORS
+    assert worst_error(merged[1], merged[0]) < TENSORS

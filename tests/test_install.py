@@ -280,14 +280,6 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
     assert names == modules | {"_mergekit_slta_startup.py", "mergekit_slta.pth"} | DATA
 
 
-def test_ci_runs_the_readmes_commands_in_its_order() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    commands = dict(re.findall(r"^(\w+_command)='(.*)'$", script, re.MULTILINE))
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert [line for line in lines if line.startswith("pip install -c ")] == list(commands.values())
-    assert re.findall(r'^bash -c "\$(\w+)"$', script, re.MULTILINE) == list(commands)
-
-
 def test_the_quickstarts_folder_changes_no_order_of_imports(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "quickstart" / "family").mkdir(parents=True)

@@ -27,28 +27,26 @@ def test_the_names_are_the_published_ones_and_tell_their_place() -> None:
     ]
 
 
-# The parts of a layer, and which of them are a level's.
-PARTS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
-    "all": (
-        ["", "attn", "mlp", "head.0", "head.1", "mlp.up_proj"],
-        {
-            "layer": [""],
-            "attn_mlp": ["attn", "mlp"],
-            "head_mlp": ["head.0", "head.1", "mlp"],
-            "linear": ["mlp.up_proj"],
-        },
-    ),
-    "no heads": (["", "attn", "mlp"], {"head_mlp": ["attn", "mlp"]}),
-    "no branches": ([""], {"attn_mlp": [""], "head_mlp": [""], "linear": [""]}),
-    "one branch": (["", "attn"], {"attn_mlp": ["attn"], "head_mlp": ["attn"]}),
-    "heads and no MLP": (["head.0"], {"head_mlp": ["head.0"], "attn_mlp": []}),
-}
+# The submodules of a layer in a file of several levels, and which of them are a level's.
+BRANCHES, HEADS = ["attn", "mlp"], ["head.2", "head.10"]
+PARTS: list[tuple[list[str], str, list[str]]] = [
+    (["", *BRANCHES, *HEADS, "mlp.up_proj"], "layer", [""]),
+    (["", *BRANCHES, *HEADS, "mlp.up_proj"], "attn_mlp", BRANCHES),
+    (["", *BRANCHES, *HEADS, "mlp.up_proj"], "head_mlp", [*HEADS, "mlp"]),
+    (["", *BRANCHES, *HEADS, "mlp.up_proj"], "linear", ["mlp.up_proj"]),
+    (["", *BRANCHES], "head_mlp", BRANCHES),
+    (["", "attn"], "attn_mlp", ["attn"]),
+    (["", "attn"], "head_mlp", ["attn"]),
+    *(([""], level, [""]) for level in ("attn_mlp", "head_mlp", "linear")),
+    (HEADS, "head_mlp", HEADS),
+    (HEADS, "attn_mlp", []),
+]
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_a_level_takes_of_each_layer_its_own_parts_or_the_next_coarser_ones(kind: str) -> None:
-    parts, levels = PARTS[kind]
-    for level, own in levels.items():
-        names = [submodule_name(2, part) for part in parts] + ["model", submodule_name(11)]
-        assert of_level(names, level) == [submodule_name(2, part) for part in own] + [submodule_name(11)]
-    assert of_level(["model", "layer.2"], "model") == ["model"]
+@pytest.mark.parametrize(("parts", "level", "expected"), PARTS, ids=str)
+def test_a_level_takes_of_each_layer_the_finest_parts_or_the_next_coarser(
+    parts: list[str], level: str, expected: list[str]
+) -> None:
+    names = ["layer.11", *(submodule_name(2, part) for part in reversed(parts)), "model"]
+    assert of_level(names, level) == [*(submodule_name(2, part) for part in expected), "layer.11"]
+    assert of_level(names, "model") == ["model"]

@@ -12,18 +12,20 @@ from typing import Any
 import peft
 import pytest
 import torch
+from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.adapters import write_adapter
 from support.architecture_table import CURRENT, LEVELS
 from support.families import MULTIMODAL, Family
-from support.gram_difference import gram_difference, largest_difference
+from support.gram_difference import gram_difference
 from support.rounding import gram_rounding
 from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mergekit_slta.models.merged_adapters import merge_adapter
 from mergekit_slta.slta.statistics import Statistics
 
 SCALE = 0.2  # of the task vectors: features are rounded alike whatever it is, so their deltas are known better
@@ -118,15 +120,6 @@ def test_the_other_towers_stay_the_base_models_at_level_model_too(
     assert_tensors_equal(load(families.merge(recipe, tmp_path / "merged")).state_dict(), expected)
 
 
-def test_featcal_leaves_the_other_towers_alone(family: Callable[[str], Family], tmp_path: Path) -> None:
-    found = family("qwen3_vl")
-    merged = load(families.merge(families.recipe(found, "featcal", samples=RECORDS), tmp_path / "merged")).state_dict()
-    base = found.model(0).state_dict()
-    visual = [name for name in merged if ".visual." in name]
-    assert visual and all(torch.equal(merged[name], base[name]) for name in visual)
-    assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
-
-
 def adapted_maps(name: str) -> list[str]:
     """The linear maps in an architecture's decoder layers that peft can adapt."""
     layers, modules = reference.SPLITS[name].layers, families.skeleton(name).model.named_modules()
@@ -149,15 +142,8 @@ def test_an_adapter_is_merged_as_the_model_that_peft_makes_of_it(
         families.model_class(found.config).from_pretrained(found.base, dtype=torch.float32), str(adapter)
     )
     by_peft.merge_and_unload().save_pretrained(tmp_path / "full")
-    if experts:
-        fuse_experts(tmp_path / "full")
-    states: list[dict[str, torch.Tensor]] = []
-    for expert in (f"{found.base}+{adapter}", str(tmp_path / "full")):
-        recipe = families.recipe(found, level="layer", samples=RECORDS, experts=[0])
-        recipe["models"][0]["model"] = expert
-        LoaderCache.loaders.clear()
-        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
-        states.append(load(out).state_dict())
+    expert = merge_adapter(ModelReference.parse(f"{found.base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
+    states = [load(folder).state_dict() for folder in (Path(expert.model.path), tmp_path / "full")]
     assert_tensors_equal(*states)
     base = found.model(0).state_dict()
     changed = {path for path in base if not torch.equal(states[0][path], base[path])}
@@ -261,20 +247,3 @@ def test_experts_that_are_all_text_models_leave_the_other_towers_alone(
     merged, base = load(families.merge(recipe, tmp_path / "merged")).state_dict(), found.model(0).state_dict()
     assert all(torch.equal(merged[name], base[name]) for name in base if ".visual." in name)
     assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
-
-
-def test_experts_stored_one_by_one_are_those_stored_as_one_tensor(
-    family: Callable[[str], Family], tmp_path: Path
-) -> None:
-    """mergekit knows how they become one tensor for Qwen3.5-MoE's text model, and not for the whole model."""
-    sizes: Any = {"records": RECORDS, "longest": LONGEST, "scale": SCALE}
-    single, fused = families.make_family(tmp_path, "qwen3_5_moe", **sizes), family("qwen3_5_moe")
-    tasks = families.wide_tasks(2, samples=1)
-    grams = [families.measure(found, "attn_mlp", tasks=tasks) for found in (single, fused)]
-    assert largest_difference(*grams) < GRAM_TOLERANCE
-    merged = []
-    for index, found in enumerate((single, fused)):
-        LoaderCache.loaders.clear()
-        out = families.merge(families.recipe(found, samples=RECORDS), tmp_path / f"merged{index}")
-        merged.append(load(out).state_dict())
-    assert_tensors_equal(*merged)

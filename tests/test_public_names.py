@@ -82,6 +82,6 @@ slta.evaluate(recipe, "out", samples="3")
 slta.check(recipe, quite=True)
 """)
     said = run_python("-m", "mypy", "own.py", cwd=tmp_path).stdout.splitlines()
-    assert said[0] == 'own.py:4: note: Revealed type is "mergekit_slta.slta.solution.Solution"'
+    assert said[0] == 'own.py:4: note: Revealed type is "mergekit_slta.slta.statistics.Solution"'
     errors = [re.sub(r"own.py:(\d+): error: .*\[(.*)\]", r"\1 \2", line) for line in said if ": error: " in line]
     assert errors == ["5 attr-defined", "6 call-arg", "7 arg-type", "8 call-arg"], said

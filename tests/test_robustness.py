@@ -7,20 +7,22 @@ case is decided by its seed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -29,12 +31,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
 from support.copies import pickled, sharded
-from support.damage import KINDS
 from support.families import Family
 from support.memory import memory_of_this_process
 from support.processes import run_afresh
@@ -54,8 +53,7 @@ COMMANDS = {
 }
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """How a command ended: its exit code or minus the signal, what it said, and how often it changed the disk."""
 
     code: int
@@ -63,7 +61,7 @@ class Ended:
     changes: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Commands:
     """Runs commands in processes of their own.
 
@@ -71,11 +69,13 @@ class Commands:
         forks: what the processes are forked from.
         models: a folder with models, data and recipes for them with relative paths.
         folder: where results go.
+        clean: what a command leaves that nothing disturbs, and how often it changes the disk, once it has run.
     """
 
     forks: ForkServerContext
     models: Path
     folder: Path
+    clean: dict[str, tuple[dict[str, bytes], int]] = field(default_factory=dict)
 
     def run(self, name: str, folder: Path, kill_at: int = 0) -> Ended:
         """Run a command in a folder, and kill it right before it changes the disk there for the given time."""
@@ -88,6 +88,14 @@ class Commands:
         process.start()
         process.join(300)
         return Ended(process.exitcode or 0, said.read_text(), changes.stat().st_size)
+
+    def undisturbed(self, name: str) -> tuple[dict[str, bytes], int]:
+        """What ``clean`` has, of a command that has run or runs now."""
+        if name not in self.clean:
+            ended = self.run(name, self.fresh(self.folder / "run"))
+            assert ended.code == 0, ended.said
+            self.clean[name] = results(self.folder / "run"), ended.changes
+        return self.clean[name]
 
     def fresh(self, folder: Path) -> Path:
         """A folder with links to the models, whose files are the same each time, and copies of all else."""
@@ -141,24 +149,6 @@ def commands(forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory)
     return Commands(forks, models, tmp_path_factory.mktemp("commands"))
 
 
-Clean = Callable[[str], tuple[dict[str, bytes], int]]
-
-
-@pytest.fixture(scope="module")
-def clean(commands: Commands) -> Clean:
-    """What a command leaves that nothing disturbs, and how often it changes the disk."""
-    found: dict[str, tuple[dict[str, bytes], int]] = {}
-
-    def get(name: str) -> tuple[dict[str, bytes], int]:
-        if name not in found:
-            ended = commands.run(name, commands.fresh(commands.folder / "run"))
-            assert ended.code == 0, ended.said
-            found[name] = results(commands.folder / "run"), ended.changes
-        return found[name]
-
-    return get
-
-
 def check_next_run(commands: Commands, name: str, folder: Path, expected: dict[str, bytes]) -> None:
     """What was left is whole or plainly unfinished, and the next run ends as if nothing had happened."""
     left = results(folder)
@@ -173,8 +163,8 @@ def check_next_run(commands: Commands, name: str, folder: Path, expected: dict[s
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["half-way", "anywhere"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_killed_before_a_change(name: str, every: bool, commands: Commands, clean: Clean) -> None:
-    expected, changes = clean(name)
+def test_killed_before_a_change(name: str, every: bool, commands: Commands) -> None:
+    expected, changes = commands.undisturbed(name)
     for number in range(1, changes + 1) if every else [changes // 2]:
         folder = commands.fresh(commands.folder / "run")
         assert commands.run(name, folder, kill_at=number).code == -signal.SIGKILL
@@ -195,8 +185,8 @@ def small_disk(folder: Path, size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("name", "room"), [("slta", 0), ("featcal", 2**14)])
-def test_a_full_disk(name: str, room: int, commands: Commands, clean: Clean, tmp_path: Path) -> None:
-    expected, _ = clean(name)
+def test_a_full_disk(name: str, room: int, commands: Commands, tmp_path: Path) -> None:
+    expected, _ = commands.undisturbed(name)
     disk = tmp_path / "disk"
     with small_disk(disk, 2**23):
         folder = commands.fresh(disk / "run")
@@ -214,6 +204,86 @@ def test_a_full_disk(name: str, room: int, commands: Commands, clean: Clean, tmp
 
 # Damaged files
 
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, -1, 7, 2**64, -(10**30), 0.5, float("nan"), float("inf"), "", "é\u2028\x85", "\x00", "1e5"),
+    *("../..", "x" * 5000, [], {}, [[]], [None], {"": None}, [1, "a"]),
+)
+ODD_SCALARS = ("2020-13-45", "1:99:99", "<<", "~", ".nan", "{", "]", "|", "- -", "a: b: c", "*a", "!own x", "\t", "`")
+
+
+def damage_bytes(content: bytes, rng: random.Random, within: int) -> bytes:
+    """Flip, cut, zero or insert bytes, most of them among the first ``within``."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        spot = rng.randrange(max(1, min(len(data), within) if rng.random() < 0.8 else len(data)))
+        length, how = rng.choice([1, 4, 64, 1000]), rng.randrange(5)
+        if how < 2 and data:
+            data[spot % len(data)] ^= 1 << rng.randrange(8)
+        elif how == 2:
+            del data[spot:]
+        else:
+            data[spot : spot + length * (how == 3)] = bytes(length) if how == 3 else rng.randbytes(length)
+    return bytes(data)
+
+
+def damage_value(content: Any, rng: random.Random) -> Any:
+    """Take values out of a tree of dictionaries and lists, rename their keys, or put odd values in their places."""
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        places = list(places_in(content))
+        if not places:
+            return rng.choice(ODD)
+        holder, key = rng.choice(places)
+        how = rng.randrange(4)
+        if how == 0:
+            del holder[key]
+        elif how == 1 and isinstance(holder, dict):
+            holder[f"{key}s"] = holder.pop(key)
+        elif how == 2 and isinstance(holder[key], (int, float)):
+            holder[key] *= rng.choice([0, -1, 2, 1.5, 10**9])
+        else:
+            holder[key] = copy.deepcopy(rng.choice([*ODD, [holder[key]]]))
+    return content
+
+
+def places_in(content: Any) -> Iterator[tuple[Any, Any]]:
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    for key, value in list(entries):
+        yield content, key
+        yield from places_in(value)
+
+
+def damaged(name: str, content: bytes, rng: random.Random) -> bytes:
+    """The content of a file of a name with damaged bytes, most of them in a header, or with damaged values."""
+    end = 8 + int.from_bytes(content[:8], "little") if name.endswith(".safetensors") else len(content)
+    if name.endswith(".bin") or rng.random() < 0.4:
+        return damage_bytes(content, rng, end)
+    if name.endswith(".safetensors"):
+        values = json.loads(content[8:end])
+        if info := values.get("__metadata__", {}).get("mergekit_slta"):
+            values["__metadata__"]["mergekit_slta"] = json.dumps(damage_value(json.loads(info), rng))
+        header = json.dumps(values if info and rng.random() < 0.5 else damage_value(values, rng)).encode()
+        length = len(header) if rng.random() < 0.9 else rng.choice([0, 2**31, 2**63, len(content)])
+        return length.to_bytes(8, "little") + header + content[end:]
+    if name.endswith(".yml"):
+        text = yaml.safe_dump(damage_value(yaml.safe_load(content), rng), sort_keys=False, allow_unicode=True)
+        # Some values are what no program writes, but a hand does.
+        return re.sub("(?m): .*$", lambda own: f": {rng.choice([own[0][2:]] * 9 + [*ODD_SCALARS])}", text).encode()
+    if name.endswith(".jsonl"):
+        *lines, _ = content.split(b"\n")
+        spot = rng.randrange(len(lines))
+        lines[spot] = json.dumps(damage_value(json.loads(lines[spot]), rng)).encode()
+        return b"\n".join(lines).decode().encode(rng.choice(["utf-8", "utf-16"]))
+    if rng.random() < 0.1:  # deeper than a parser can go
+        return content.replace(b":", b":" + b"[" * 100_000, 1)
+    return json.dumps(damage_value(json.loads(content), rng)).encode()
+
+
+FILES = (
+    *("recipe.yml", "base/config.json", "pickled/config.json", "base/tokenizer.json", "base/tokenizer_config.json"),
+    *("base/model.safetensors", "sharded/model-00001-of-00006.safetensors", "sharded/model.safetensors.index.json"),
+    *("pickled/pytorch_model.bin", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"),
+    *("task0.jsonl", "stats.safetensors"),
+)
 MEMORY = 4 * 10**9  # bytes of address space that a command may take above what this process had before
 SEEDS = [pytest.param(range(3), id="few"), pytest.param(range(3, 300), id="many", marks=pytest.mark.slow)]
 
@@ -255,23 +325,22 @@ def refusal(*arguments: object, cache: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_damage_is_said_in_a_sentence(kind: str, seeds: range, scene: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_said_in_a_sentence(name: str, seeds: range, scene: Path, tmp_path: Path) -> None:
     """A refusal names the damaged file, the model that it belongs to, or a key of the recipe."""
-    name, damage = KINDS[kind]
     path, recipe = scene / name, scene / "recipe.yml"
     sound = path.read_bytes()
     try:
         for seed in seeds:
-            path.write_bytes(damage(sound, random.Random(f"{kind} {seed}")))
-            if kind == "statistics":
+            path.write_bytes(damaged(name, sound, random.Random(f"{name} {seed}")))
+            if name == "stats.safetensors":
                 said = refusal("solve", path)
             else:
                 cache, made = tmp_path / f"merged{seed}", tmp_path / f"stats{seed}.safetensors"
                 said = refusal("check", recipe, cache=cache) or refusal("calibrate", recipe, "-o", made, cache=cache)
             # A fault of YAML ends with a caret below its place.
             assert not said or said.rstrip().endswith((".", "?", "^")), f"seed {seed}: {said}"
-            named = not said or kind == "recipe" or path.name in said or f"/{path.parent.name}" in said
+            named = not said or path == recipe or path.name in said or f"/{path.parent.name}" in said
             assert named, f"seed {seed} does not name {name}: {said}"
     finally:
         path.write_bytes(sound)
@@ -285,6 +354,16 @@ VALUES = st.recursive(
 )
 PARAMETERS = [(method, spec) for method, kind in SETTINGS.items() for spec in parameter_specs(kind)]
 TEMPLATES = st.lists(st.sampled_from(["{", "}", "[", "]", ".", ":", "!", "a", "0"]) | st.text(max_size=3)).map("".join)
+TURNS = st.dictionaries(st.sampled_from(["role", "from", "content", "value", "tool_calls"]), VALUES)
+ROLES = st.sampled_from(["human", "gpt", "function_call"])
+RECORDS = st.one_of(
+    st.dictionaries(st.sampled_from(["a", "a0", "text"]) | st.text(), VALUES, max_size=3),
+    st.builds(lambda turn: {"messages": [turn]}, TURNS),
+    st.builds(
+        lambda role, turn, tools: {"prompt": [{"role": role} | turn], "completion": "a", "tools": tools},
+        *(ROLES, TURNS, VALUES),
+    ),
+)
 
 any_value = settings(
     max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "60")),
@@ -311,38 +390,12 @@ def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any, 
 
 
 @any_value
-@given(template=TEMPLATES, record=st.dictionaries(st.sampled_from(["a", "a0", "text"]) | st.text(), VALUES, max_size=3))
+@given(template=st.just("") | TEMPLATES, record=RECORDS)
 def test_any_template_and_any_record(template: str, record: dict[str, Any]) -> None:
     with contextlib.suppress(SltaError):
-        text, _, answer, _ = record_text(record, template, where="Record 1 of 'data.jsonl'", render_chat=str)
+        render: Any = lambda turns, tools=None: str(turns)  # noqa: E731
+        text, _, answer, _ = record_text(record, template, where="Record 1 of 'data.jsonl'", render_chat=render)
         assert answer is None or 0 <= answer[0] < answer[1] <= len(text)
-
-
-@any_value
-@given(
-    turn=st.dictionaries(st.sampled_from(["role", "from", "content", "value", "tool_calls"]), VALUES),
-    role=st.sampled_from(["human", "gpt", "function_call"]),
-    tools=VALUES,
-)
-def test_any_conversation(turn: dict[str, Any], role: str, tools: Any) -> None:
-    for record in ({"messages": [turn]}, {"prompt": [{"role": role} | turn], "completion": "a", "tools": tools}):
-        with contextlib.suppress(SltaError):
-            text, _, answer, _ = record_text(
-                record, "", where="record 1", render_chat=lambda turns, tools=0: str(turns)
-            )
-            assert answer is None or 0 <= answer[0] < answer[1] <= len(text)
-
-
-@any_value
-@given(draw=st.data(), value=VALUES)
-def test_any_value_in_the_metadata_of_statistics(draw: st.DataObject, value: Any, scene: Path, tmp_path: Path) -> None:
-    with safe_open(scene / "stats.safetensors", framework="pt") as file:
-        info = json.loads(file.metadata()["mergekit_slta"])
-    info[draw.draw(st.sampled_from(sorted(info)))] = value
-    path = tmp_path / "changed.safetensors"
-    save_file(load_file(scene / "stats.safetensors"), path, metadata={"mergekit_slta": json.dumps(info)})
-    said = refusal("solve", path)
-    assert not said or path.name in said, said
 
 
 # Neighbours

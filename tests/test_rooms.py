@@ -37,19 +37,13 @@ def room_of(path: Path) -> str:
 def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """The line and the room of every import from this package, those inside functions too."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "mergekit_slta":
-            names = [f"mergekit_slta.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno} is a relative import: write the whole name"
-            names = [node.module or ""]
-        else:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == "mergekit_slta" and rest != "__version__":
-                room = rest.partition(".")[0]
+        origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        assert not getattr(node, "level", 0), f"line {node.lineno} is a relative import: write the whole name"
+        for alias in node.names:
+            top, room, *_ = [*f"{origin}{alias.name}".split("."), ""]
+            if top == "mergekit_slta" and room != "__version__":
                 yield node.lineno, room if room in FLOOR else "__init__"
 
 

@@ -6,16 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from click.testing import CliRunner
-from conftest import WriteRecipe
 from mergekit.common import ModelReference
 from support import synthetic
-from support.copies import edit_tensors, sharded
+from support.copies import sharded
 from support.families import Family
 
-from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.output import card
@@ -43,12 +39,3 @@ def test_names_stay_code_in_a_card() -> None:
     reference = ModelReference.model_validate("/models/a`b|<script>")
     (shown,) = [card._linked(reference)]
     assert shown == "`a'b|<script>`"
-
-
-def test_an_eight_bit_checkpoint_is_refused(family: Family, write_recipe: WriteRecipe) -> None:
-    """Codes without their scales, which would be read as weights."""
-    name = "model.layers.1.mlp.gate_proj.weight"
-    edit_tensors(family.experts[1], lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
-    result = CliRunner().invoke(main, ["check", str(write_recipe(family))])
-    assert result.exit_code == 1
-    assert f"{family.experts[1]} stores {name} in 8 bits or fewer, so it is quantized" in result.output

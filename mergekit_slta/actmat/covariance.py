@@ -69,13 +69,13 @@ def merge_by_covariance(
     for task, weight in zip(tasks, weights, strict=True):
         if weight == 0 or not task.any():
             continue
-        own = covariance(task, weight)
-        total += own
+        of_task = covariance(task, weight)
+        total += of_task
         exact = task.double()
         if rows < inputs:  # τ τᵀ is the smaller one of the two products
             target.addmm_(gram(exact.T), exact, alpha=weight / float(exact.square().sum()))
         else:
-            target.addmm_(exact, own)
+            target.addmm_(exact, of_task)
     if len(tasks) == 1 or not total.any():
         return MergedMatrix(mean, total)
     ridge = max(ridge, SMALLEST_ACTMAT_RIDGE)

@@ -174,7 +174,7 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
         model: Any = loader.from_pretrained(
             checkpoint.folder,  # where an adapter is merged
             dtype="auto",
-            trust_remote_code=experiment.trust_remote_code,
+            trust_remote_code=experiment.options.trust_remote_code,
         )
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is no decoder-only language model: it answers nothing.")

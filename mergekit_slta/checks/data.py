@@ -17,14 +17,14 @@ from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import is_dataset, parse_dataset, read_records
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
 from mergekit_slta.models.hub import HUB_ERRORS, reason
-from mergekit_slta.models.skeleton import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.matching import match
-from mergekit_slta.slta.statistics import BaseContent, Statistics, resolve_statistics
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
 from mergekit_slta.words import counted
 
 
@@ -71,12 +71,12 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
     if not task.calibration or is_dataset(task.calibration) or is_dataset(source):
         return
     try:
-        left = experiment.samples.held_out(task, 1).records
+        left = experiment.held_out(task, 1).records
     except SltaError as error:
         yield from error.sentences
         return
     if not left:
-        count = counted(len(experiment.samples.of(task).records), "record")
+        count = counted(len(experiment.samples(task).records), "record")
         has = f"has only {count}: all calibrate" if source == task.calibration else "has only records that calibrate"
         yield f"Calibration source {source!r} of {task} {has}, none is left for `evaluate`. {MORE}"
 

@@ -15,12 +15,12 @@ from typing import Any, Unpack
 from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
-from mergekit_slta.featcal.scratch import require_solvable
+from mergekit_slta.featcal.solved import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.experiment import Experiment, Options, opened, require_device
+from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
@@ -76,7 +76,7 @@ def check(
         Problems, which keep the recipe from being merged, or notes and the merge's download, disk and
         memory; ``print`` shows them as sentences.
     """
-    experiment = opened(recipe, options, any_device=True)
+    experiment = Experiment(recipe, **options)  # a device that cannot compute is one of the problems
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
@@ -87,9 +87,7 @@ def check(
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    shown = (
-        [drawn.example for drawn in experiment.samples.drawn.values()] if experiment.recipe.method.runs_models else []
-    )
+    shown = [drawn.example for drawn in experiment.drawn.values()]
     notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), space.needs(experiment))
 

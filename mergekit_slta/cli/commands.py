@@ -10,15 +10,8 @@ import click
 
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
-    CALIBRATION_HELP,
-    KEEP_WEIGHT_HELP,
+    FILE,
     LEVELS_HELP,
-    MODEL_HELP,
-    MODELS_HELP,
-    OUTPUT_FILE,
-    TASK_WEIGHT_HELP,
-    TOPIC_HELP,
-    MergeCommand,
     ModelCommand,
     applied,
     download_folder,
@@ -31,12 +24,12 @@ from mergekit_slta.cli.options import (
     trusted_code,
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
-from mergekit_slta.errors import SltaError, files_named
+from mergekit_slta.errors import SltaError, files_named, number
 from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 if TYPE_CHECKING:
-    from mergekit_slta.slta.solution import Solution
+    from mergekit_slta.slta.statistics import Solution
 
 
 class _Commands(click.Group):
@@ -66,13 +59,14 @@ def main() -> None:
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("--method", type=click.Choice(METHODS), help="The merge method.  [default: slta; featcal for one expert]")
-@click.option("--calibration", multiple=True, metavar="FILE", help=CALIBRATION_HELP)
+@click.option("--calibration", multiple=True, metavar="FILE", help="File or dataset: of each expert, then of the base.")
 def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tuple[str, ...]) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
-    '> recipe.yml', then `check` the recipe. Without --calibration the recipe names files of the models' own answers,
-    and the `ask` commands above it write them. Prompts of the base model say which of its abilities the merge keeps.
+    '> recipe.yml', then `check` the recipe. Give --calibration once for each expert, in their order, and once more for
+    the base model's prompts, whose abilities the merge keeps; without it the recipe names files of the models' own
+    answers, and the `ask` commands above it write them.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
@@ -80,10 +74,10 @@ def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tu
 @main.command(cls=ModelCommand, short_help="Have a model answer prompts, write calibration data.")
 @click.argument("model", required=False)
 @click.argument("prompts", required=False, default="")
+@click.option("-o", "--output", "out", required=True, metavar="FILE", type=FILE, help="The .jsonl file to write.")
 @click.option(
-    "-o", "--output", "out", required=True, metavar="FILE", type=OUTPUT_FILE, help="The .jsonl file to write."
+    "--topic", "topics", multiple=True, type=click.Choice(TOPICS), help="Of the package's prompts, repeatable."
 )
-@click.option("--topic", "topics", multiple=True, type=click.Choice(TOPICS), help=TOPIC_HELP)
 @click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="The most prompts to ask.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
 @click.option("--prompts-only", is_flag=True, help="Write the prompts that come with the package to a .txt file.")
@@ -133,12 +127,8 @@ def check(recipe: Path, **options: Any) -> None:
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
 @recipe_path
-@click.option(
-    "-o", "--output", "stats", required=True, metavar="STATS", type=OUTPUT_FILE, help="The statistics file to write."
-)
-@measured_levels(
-    f"What gets a merging weight of its own: {LEVELS_HELP}. May be given several times.  [default: the recipe's]"
-)
+@click.option("-o", "--output", "stats", required=True, metavar="STATS", type=FILE, help="The file to write.")
+@measured_levels("the recipe's")
 def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> None:
     """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
 
@@ -150,7 +140,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
-    from mergekit_slta.slta.measure import measured_statistics
+    from mergekit_slta.slta.lookup import measured_statistics
     from mergekit_slta.tables import as_size
 
     path = stats.expanduser()
@@ -170,16 +160,16 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
 @click.argument("stats")
 @click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
-@click.option("--models", metavar="A,B", help=MODELS_HELP)
-@click.option("--task-weight", "task_weights", multiple=True, metavar="A=2.0", help=TASK_WEIGHT_HELP)
-@click.option("--keep-weight", type=click.FloatRange(min=0), metavar="κ", help=KEEP_WEIGHT_HELP)
+@click.option("--models", metavar="A,B", help="Merge only these experts, by their names in the table.  [default: all]")
+@click.option("--task-weight", "task_weights", multiple=True, metavar="A=2.0", help="How much a task counts, else 1.0.")
+@click.option("--keep-weight", type=click.FloatRange(min=0), metavar="κ", help="The same of the base model, else 1.0.")
 @click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws weights to zero.")
 @click.option("--balance/--no-balance", default=True, show_default=True, help="Give every sample the same influence.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Use the first K samples of each task only.")
 @click.option("--bootstrap", type=click.IntRange(min=2), metavar="R", help="Standard errors, from R draws of samples.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
-@click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help=MODEL_HELP)
+@click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help="Path or Hub id of NAME, for the recipe.")
 @click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
 @trusted_code
 @download_folder
@@ -200,7 +190,9 @@ def solve(
 
     STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
     Face Hub. Takes a second and needs neither models nor data. Prints, for each submodule, the merging weight of each
-    expert and the share of its feature change that the merge keeps.
+    expert and the share of its feature change that the merge keeps. Models go by their names in that table or in STATS,
+    the base model too. --task-weight says how much an expert's task counts against the others', --keep-weight how much
+    the base model's prompts do, if STATS has any (0 leaves them out); --task-weight and --model may be repeated.
     """
     import torch
 
@@ -210,7 +202,9 @@ def solve(
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
     chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
-    weights = _task_weights(task_weights, known_names(chosen.info.models, all_models))
+    names = known_names(chosen.info.models, all_models)
+    entries = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
+    weights = {name: number(name, value) for name, value in entries.items()}
     given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
     solution = chosen.solve(level, task_weights=weights, **given)
     errors = solution.bootstrap(bootstrap) if bootstrap else None
@@ -274,7 +268,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 @main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
 @recipe_path
 @output_folder
-@measured_levels(f"{LEVELS_HELP}. May be given several times.  [default: model, layer, attn_mlp]")
+@measured_levels("model, layer, attn_mlp")
 @click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
 @click.option("--pairs/--no-pairs", default=True, show_default=True, help="25 merges of every two experts.")
 @click.option("--triples", is_flag=True, help="27 merges of every three experts.")
@@ -289,7 +283,7 @@ def linearity(
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
-    from mergekit_slta.nonlinearity.scores import DEFAULT_LEVELS, plan_linearity
+    from mergekit_slta.nonlinearity.studies import DEFAULT_LEVELS, plan_linearity
     from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)
@@ -328,7 +322,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     click.echo(f"{page.verdict[0]}\n{page.verdict[1]}\n\n{path} written")
 
 
-@main.command(cls=MergeCommand, short_help="Merge, as mergekit-yaml does.")
+@main.command(cls=ModelCommand, short_help="Merge, as mergekit-yaml does.")
 @recipe_path
 @click.argument("out")
 def merge(recipe: Path, out: str, **options: Any) -> None:
@@ -396,14 +390,6 @@ def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str,
         known = ", ".join(dict.fromkeys(names.values()))
         raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({known}).")
     return names[name], value
-
-
-def _task_weights(entries: Sequence[str], names: Mapping[str, str]) -> dict[str, float]:
-    weights = dict(_assignment(entry, names, "--task-weight") for entry in entries)
-    try:
-        return {name: float(value) for name, value in weights.items()}
-    except ValueError as error:
-        raise SltaError(f"--task-weight: {error}, write a number.") from None
 
 
 # What is printed and written

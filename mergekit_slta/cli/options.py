@@ -12,37 +12,18 @@ import click
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
-CALIBRATION_HELP = (
-    "A file or dataset with an expert's prompts. Give it once for each expert, in their order, and once more for the "
-    "base model's prompts."
-)
-TASK_WEIGHT_HELP = "How much an expert's task counts against the others', 1.0 by default. May be given several times."
-TOPIC_HELP = "Which of the package's prompts to ask. May be given several times.  [default: all]"
-KEEP_WEIGHT_HELP = "How much the base model's prompts count, if STATS has any; 0 leaves them out.  [default: 1.0]"
-MODELS_HELP = "Merge only these experts, by their names in the table or in STATS.  [default: all]"
-MODEL_HELP = (
-    "Path or Hub id to write in the recipe for the model NAME of the table or of STATS, the base model included. "
-    "May be given several times."
-)
-OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
-INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 # mergekit's options that say where to compute and how to get models.
 MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
 
 
 class ModelCommand(click.Command):
-    """A command with mergekit's options for models, read from mergekit only when the command is used."""
+    """A command with mergekit's options for models, ``merge`` with all; read from mergekit when the command is used."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*super().get_params(ctx), *(option for option in mergekit_options() if option.name in MODEL_OPTIONS)]
-
-
-class MergeCommand(click.Command):
-    """A command with all of mergekit-yaml's options."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [*super().get_params(ctx), *mergekit_options()]
+        of_all = self.name == "merge"
+        return [*super().get_params(ctx), *(one for one in mergekit_options() if of_all or one.name in MODEL_OPTIONS)]
 
 
 def mergekit_options() -> list[click.Option]:
@@ -64,16 +45,16 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     merge_options.apply_global_options()
     if merge_options.quiet:
         transformers.utils.logging.disable_progress_bar()
-    found = merge_options.model_dump(include=options.keys() - {"cuda", "num_threads", "verbosity"})
+    others = merge_options.model_dump(include=options.keys() - {"cuda", "num_threads", "verbosity"})
     if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:
-        found["device"] = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
-    return found
+        others["device"] = f"cuda:{int(os.environ['LOCAL_RANK']) % max(1, torch.cuda.device_count())}"
+    return others
 
 
-recipe_path = click.argument("recipe", type=INPUT_FILE)
+recipe_path = click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 output_folder = click.option(
-    "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="Folder to write to."
+    "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="Folder to write."
 )
 trusted_code = click.option(
     "--trust-remote-code/--no-trust-remote-code",
@@ -87,14 +68,13 @@ numbers_file = click.option(
 )
 
 
-def measured_levels(help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def measured_levels(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The option for the levels to measure, which come in the order from the whole model to its maps."""
     return click.option(
-        "--level",
-        "levels",
+        *("--level", "levels"),
         multiple=True,
         metavar="LEVEL",
         type=click.Choice(LEVELS),
         callback=lambda context, option, levels: [level for level in LEVELS if level in levels],
-        help=help,
+        help=f"What gets weights of its own: {LEVELS_HELP}; repeatable.  [default: {default}]",
     )

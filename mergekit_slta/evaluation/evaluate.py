@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,8 +20,6 @@ from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, shor
 from mergekit_slta.words import enumerated
 
 SHORT_ANSWER = 32  # tokens
-WIDTH = 100  # characters of a line
-NAME_LENGTH = 40  # characters of a model in a table
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
 MORE = "Add records (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data by `evaluation`."
 
@@ -89,7 +86,7 @@ class Comparison(Paragraphs):
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
             loss = sum(score.loss for score in scores) / len(scores)
-            means[name] = TaskScore(_mean(own.exact for own in scores), _mean(own.kept for own in scores), loss)
+            means[name] = TaskScore(_mean(score.exact for score in scores), _mean(score.kept for score in scores), loss)
 
         def rank(name: str) -> tuple[float, ...]:
             return (-(means[name].exact or 0.0) * by_answers, -(means[name].kept or 0.0), means[name].loss)
@@ -111,12 +108,8 @@ class Comparison(Paragraphs):
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
         return as_json(
-            asdict(self) | {"ranking": [{"model": name, **asdict(own)} for name, own in self.ranking.items()]}
+            asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
         )
-
-    def __str__(self) -> str:
-        parts = (part if isinstance(part, str) else part.within(WIDTH) for part in self.parts())
-        return "\n\n".join(textwrap.fill(part, WIDTH) if "\n" not in part else part for part in parts)
 
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
@@ -124,7 +117,7 @@ class Comparison(Paragraphs):
         rows = {name: [mean, *(task.scores[name] for task in tasks.values())] for name, mean in ranking.items()}
 
         def table(cell: Callable[[TaskScore], str]) -> Table:
-            return Table(["model", "average", *tasks], [[_cut(name), *map(cell, row)] for name, row in rows.items()])
+            return Table(["model", "average", *tasks], [[name, *map(cell, row)] for name, row in rows.items()])
 
         yield "On held-out records of each task, the best model first:"
         if any(task.answers for task in tasks.values()):
@@ -228,17 +221,15 @@ def evaluate(
         for number, (name, model) in enumerate(models.items(), 1)
     ]
     compared = {
-        title: _task(
-            title, published_name(tasks[title].reference), groups[title], dict(zip(models, found, strict=True))
-        )
-        for title, *found in zip(groups, *scores, strict=True)
+        title: _task(title, published_name(tasks[title].reference), group, dict(zip(models, of_task, strict=True)))
+        for (title, group), *of_task in zip(groups.items(), *scores, strict=True)
     }
     return Comparison(compared, tuple(title for title in tasks if title not in groups))
 
 
 def _held_out(experiment: Experiment, task: Task, samples: int) -> Group:
     """A task's held-out records of which anything can be predicted."""
-    data = experiment.samples.held_out(task, samples)
+    data = experiment.held_out(task, samples)
     return [_sample(row, answer) for row, answer in zip(data.token_ids, data.answers, strict=True) if len(row) > 1]
 
 
@@ -252,20 +243,20 @@ def _sample(row: tuple[int, ...], answer: Span | None) -> Sample:
 def _task(title: str, model: str, group: Group, scores: Mapping[str, Sequence[Score]]) -> TaskComparison:
     """A task's comparison, from the scores of its records by every model."""
     tokens = sum(sample.end - sample.begin for sample in group)
-    losses = {name: sum(score.loss for score in found) / tokens for name, found in scores.items()}
+    losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
     worse, better = losses[BASE], losses.get(_expert(title), 0.0)
     if title == KEEP:
         experts = [loss for name, loss in losses.items() if name.startswith(_expert(""))]
         worse, better = sum(experts) / len(experts), worse
-    counted = [score.exact is True if title == KEEP else score.exact is not None for score in scores[BASE]]
+    short = [score.exact is True if title == KEEP else score.exact is not None for score in scores[BASE]]
 
     def of_model(name: str) -> TaskScore:
-        exact = _mean(float(score.exact is True) for score, counts in zip(scores[name], counted, strict=True) if counts)
+        exact = _mean(float(score.exact is True) for score, counts in zip(scores[name], short, strict=True) if counts)
         kept = (worse - losses[name]) / (worse - better) if worse > better else None
         return TaskScore(exact, kept, losses[name])
 
     known = sum(sample.begin > 1 for sample in group)
-    return TaskComparison(model, len(group), known, sum(counted), tokens, {name: of_model(name) for name in scores})
+    return TaskComparison(model, len(group), known, sum(short), tokens, {name: of_model(name) for name in scores})
 
 
 def _expert(title: str) -> str:
@@ -277,8 +268,3 @@ def _mean(values: Iterable[float | None]) -> float | None:
     """The mean of what is defined; None without such."""
     defined = [value for value in values if value is not None]
     return sum(defined) / len(defined) if defined else None
-
-
-def _cut(name: str) -> str:
-    """A model's name without the beginning of a long one: ends tell paths apart."""
-    return name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"

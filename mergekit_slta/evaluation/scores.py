@@ -88,9 +88,9 @@ def score_model(
     tasks = [[sample.token_ids for sample in group] for group in groups]
     accumulator = _Scoring(decoder, [checkpoint], tasks, Ranks(), groups)
     with layer_bar(doing, [checkpoint], len(decoder), sum(map(len, groups)), quiet) as progress:
-        found = pass_layers(accumulator, progress=progress)
-    rows = iter(range(len(found)))
-    return [[found[next(rows)] for _ in group] for group in groups]
+        scores = pass_layers(accumulator, progress=progress)
+    rows = iter(range(len(scores)))
+    return [[scores[next(rows)] for _ in group] for group in groups]
 
 
 @dataclass
@@ -111,15 +111,15 @@ class _Scoring(Accumulator[dict[int, Score]]):
     def finish(self, streams: Streams, report: Progress) -> dict[int, Score]:
         edges = read_edges(self.decoder, self.models[0], logit_tensors(self.decoder))
         samples = [sample for group in self.groups for sample in group]
-        found: dict[int, Score] = {}
+        scores: dict[int, Score] = {}
         for number, batch in enumerate(streams.batches):
             hidden = streams.hidden(0, number)
             several = max(1, LOGIT_POSITIONS // hidden.shape[1])
             for begin in range(0, len(batch.rows), several):
                 predicted = logits(self.decoder, hidden[begin : begin + several], edges)
                 rows = batch.rows[begin : begin + several]
-                found |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(rows)}
-        return found
+                scores |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(rows)}
+        return scores
 
 
 def _score(predicted: torch.Tensor, sample: Sample) -> Score:

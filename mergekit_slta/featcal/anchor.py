@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -44,11 +46,11 @@ class ActmatAnchor(Blend):
             tensors: the base model's, then the experts'.
             later: the keys of ``whole_maps`` that stay the base model's, because ``prior_of`` solves them.
         """
-        others = [{key: tensor for key, tensor in own.items() if names[key] not in self._maps} for own in tensors]
+        others = [{key: tensor for key, tensor in model.items() if names[key] not in self._maps} for model in tensors]
         blended = {**tensors[0], **super().of(names, others)}
         for key, name in names.items():
             if name in self._maps and key not in later:
-                blended[key] = self._merged(name, [own[key] for own in tensors])
+                blended[key] = self._merged(name, [model[key] for model in tensors])
         return blended
 
     def whole_maps(self, names: Mapping[str, str]) -> set[str]:
@@ -63,7 +65,7 @@ class ActmatAnchor(Blend):
             return self._of_stored(name, None, models)
 
         def part(expert: int) -> torch.Tensor:
-            return self._of_stored(name, expert, [own[expert] for own in models])
+            return self._of_stored(name, expert, [model[expert] for model in models])
 
         if isinstance(base, ExpertStack):
             return ExpertStack(base.shape, base.device, part)
@@ -76,13 +78,23 @@ class ActmatAnchor(Blend):
             return self._solved(self._maps[name], models)
 
         def solved(piece: str) -> torch.Tensor:
-            return self._solved(Role.LINEAR, [self._layout.restore(piece, lambda *_: own) for own in models])  # noqa: B023
+            return self._solved(Role.LINEAR, [self._layout.restore(piece, lambda *_: tensor) for tensor in models])  # noqa: B023
 
         return self._layout.read(name, solved, expert)
 
     def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
         base, *experts = models
         kept = [base] * bool(self._keep_weight)
-        tasks = [own - base for own in (*experts, *kept)]
+        tasks = [tensor - base for tensor in (*experts, *kept)]
         counts = [1.0] * len(experts) + [self._keep_weight] * len(kept)
         return base + merged_task(role, tasks, ActmatSettings().ridge, counts).to(base.dtype)
+
+
+def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
+    """A copy of a mixture's matrices in a mapped temporary file of a folder, whose space is freed with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(stack.numel() * stack.dtype.itemsize)
+        copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
+    for expert in range(len(copy)):
+        copy[expert] = stack[expert]
+    return copy

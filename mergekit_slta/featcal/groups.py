@@ -15,14 +15,12 @@ import torch
 from torch.nn.modules.conv import _ConvNd
 
 from mergekit_slta.layers.calls import LayerCall, Weights, hidden_of
-from mergekit_slta.layers.children import child_of, is_inside
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import INPUT, Decoder
 from mergekit_slta.layers.forms import random_numbers
 from mergekit_slta.layers.maps import LinearMap, is_fused, is_numbered, linear_maps, takes_some_tokens
 from mergekit_slta.layers.probe import made_up_layer
 from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import INPUT
-from mergekit_slta.layers.structure import all_before
+from mergekit_slta.layers.structure import all_before, ratio
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"
@@ -107,7 +105,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     kept |= {m.name: SHARED for m in linear_maps(own) if names[m.weight] in decoder.shared_tensors}
     previous: object = None
     for module in run.inputs:
-        maps, child = tuple(by_module[module]), child_of(own, module)
+        maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(own.get_submodule(module))
         shared = decoder.shared_tensors.intersection(names[m.weight] for m in maps)
         if why := SHARED if shared else _unsolvable(maps, child, own, run):
@@ -170,7 +168,7 @@ def _is_router(linear_map: LinearMap, child: str, layer: torch.nn.Module) -> boo
     if linear_map.expert is not None:
         return False
     rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
-    return rows in {len(stack) for name, stack in _stacks(layer).items() if is_inside(name, {child})}
+    return rows in {len(stack) for name, stack in _stacks(layer).items() if name.partition(".")[0] == child}
 
 
 def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -207,34 +205,25 @@ def find_writers(
         children: the layer's children whose outputs are known when a later module is solved.
     """
     _, hidden, call = made_up
+    structure, before_child = decoder.structures[layer], all_before(decoder.structures[layer].reads)
     others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
     runs = (run, decoder.run(layer, others, hidden, call, keep=modules))
-    terms = [own.terms or {} for own in runs]
-    sources = [INPUT, *(child for child in run.reads if child in terms[0])]  # in the order of the calls
-    if hidden.ndim != 3 or set(sources) != terms[0].keys():
+    if hidden.ndim != 3 or structure.summands is None:
         return {}
+    sources = [INPUT, *(child for child in structure.reads if child in structure.summands)]  # in the order of the calls
 
-    def factor(source: str, module: str) -> float:
-        """What the output of a module in ``source`` is multiplied by to be its summand; nan for no constant."""
-        outputs = [hidden if module == INPUT else hidden_of(own.outputs.get(module)) for own in runs]
-        first, second = (_ratio(own[source], output) for own, output in zip(terms, outputs, strict=True))
-        return first if math.isclose(first, second, rel_tol=1e-4) else math.nan
+    def factor(child: str, module: str) -> float:
+        """What the output of a module in a child is multiplied by to be the child's; nan for no constant."""
+        outputs = [hidden_of(own.outputs[child]) for own in runs]
+        first, second = (ratio(output, own.outputs.get(module)) for output, own in zip(outputs, runs, strict=True))
+        return first if outputs[0].shape == hidden.shape and math.isclose(first, second, rel_tol=1e-4) else math.nan
 
-    found, before_child = {}, all_before(run.reads)
+    found = {}
     for place, child in enumerate(sources[1:], 1):
-        before = {source: factor(source, source) for source in sources[:place] if source in {INPUT, *children}}
-        complete = len(before) == place and all(child in before_child[later] for later in sources[place + 1 :])
-        for module in [own for own in modules if is_inside(own, {child})][-1:]:
-            written = Writer(factor(child, module), before)
-            if complete and all(map(math.isfinite, (written.factor, *before.values()))):
-                found[module] = written
+        complete = {*sources[:place]} <= {INPUT, *children} and {*sources} == structure.summands.keys()
+        complete = complete and all(child in before_child[later] for later in sources[place + 1 :])
+        for module in [own for own in modules if own.partition(".")[0] == child][-1:]:
+            written = structure.summands[child] * factor(child, module)
+            if complete and math.isfinite(written):
+                found[module] = Writer(written, {source: structure.summands[source] for source in sources[:place]})
     return found
-
-
-def _ratio(summand: torch.Tensor, output: object) -> float:
-    """The number that a module's output is multiplied by; nan if it is not one number other than zero."""
-    if not isinstance(output, torch.Tensor) or output.shape != summand.shape:
-        return math.nan
-    ratio = (summand * output).sum() / output.square().sum()
-    same = torch.allclose(summand, ratio * output, rtol=1e-4, atol=1e-5 * float(summand.abs().max()))
-    return float(ratio) if same and ratio else math.nan

@@ -1,8 +1,8 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
 After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
-(``anchor.py``); the solution stays near a point beyond it. The samples' token ids come from ``data/``;
-``scratch.py`` keeps the solved layers in a folder, from which ``host/featcal.py`` gives mergekit each tensor.
+(``anchor.py``); the solution stays near a point beyond it. ``solved.py`` brings the samples' token ids, and gives
+mergekit each tensor from the folder of solved layers.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
@@ -19,16 +19,16 @@ W_0, anchor W_a, and expert t's own W_t and b_t, becomes
     D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)       (for the head W_n = W_a)
     b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
 
-For a map that adds to the residual stream (``writers.py``), d_t is what expert t's stream has before the map and the
-merged model's lacks, so that the map corrects half of what the maps before it have missed; for other maps it is zero.
+For a map that adds to the residual stream (a ``Writer`` of ``groups.py``), d_t is what expert t's stream has before
+the map and the merged model's lacks, so that the map corrects half of what the maps before it have missed; for other
+maps it is zero. A mixture's routed experts are solved one by one, each on the tokens that the merged model sends to it.
 
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
-``regression.py`` defines s_t, H and the bias (``Change.offset``), ``answers.py`` the weights w_x. H is
-built from the matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that
-their tokens cover. Unless a recipe gives the ridge, held-out samples choose it for every
-group.
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``solved.py`` the weights w_x. H is built from the
+matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that their tokens
+cover. Unless a recipe gives the ridge, held-out samples choose it for every group.
 
 This differs from FeatCal in five points: a map is solved on inputs that are computed with the maps already solved in
 its layer; it corrects what earlier maps have missed; tasks and answers have weights; held-out samples choose the ridge;
@@ -38,37 +38,51 @@ the output head is solved, too. Norms, embeddings, convolutions and routers are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from mergekit_slta.actmat.covariance import covariance, merge_by_covariance
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
 from mergekit_slta.engine.batches import Tasks
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import SHARED, groups_by_layer, kept_in_words
-from mergekit_slta.featcal.layer import LayerMerge, Setting, Tokens, in_a_file, solve_maps
-from mergekit_slta.featcal.passage import EXPERT, MERGED, LayerPassage
-from mergekit_slta.featcal.regression import Change
+from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
+from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, kept_in_words
+from mergekit_slta.featcal.passage import EXPERT, MERGED, Passage
+from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import head_input, tail_tensors
-from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack, stack_of
+from mergekit_slta.numerics.symmetric import with_ridge
+from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logging.getLogger(__name__)
 
+# How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
+# larger, each in the directions of its own task.
+BEYOND = 1.5
+# The share of the drift that each map which writes to the residual stream corrects.
+DRIFT = 0.5
+# A routed expert's map is solved if this many tokens per input dimension reach it.
+ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**28
-Owner = TypeVar("Owner")
 # In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
 ERRORS, RIDGES = "error.merged", "error.ridges"
+
+Owner = TypeVar("Owner")
+# Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
+# inputs, without biases [n, out], and each token's sample and weight [n].
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def feature_merge(
@@ -108,8 +122,7 @@ def feature_merge(
     models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
     counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
-    setting = Setting(ridge, counts, weights, ranks, partial.folder)
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, setting, head)
+    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, counts, weights, ridge, head, partial.folder)
     tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
     if ranks.first:
         partial.finish(tensors)
@@ -121,17 +134,30 @@ def stages(decoder: Decoder, head: LinearMap | None) -> int:
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
 
 
+def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
+    """The shapes of the tensors that a layer's file holds, by the model's names."""
+    state = decoder.layers[layer].state_dict()
+    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
+
+
 @dataclass
 class _FeatureMerge(Accumulator[Tensors]):
-    """Merges one layer after the other, then the output head; see ``feature_merge``."""
+    """Merges one layer after the other, then the output head; see ``feature_merge``.
+
+    Attributes:
+        counts: how much each task counts: 1 for an expert's, kappa for the base model's.
+        folder: where the matrices of a mixture's experts are while they are solved.
+    """
 
     anchor: ActmatAnchor
-    setting: Setting
+    counts: Sequence[float]
+    weights: Sequence[torch.Tensor]
+    ridge: float | None
     head: LinearMap | None
+    folder: Path
 
     def __post_init__(self) -> None:
-        base, *experts = self.models
-        self.owners = self._owners(base, experts)
+        self.owners = self.owners_of(self.models)
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
         for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
@@ -139,8 +165,9 @@ class _FeatureMerge(Accumulator[Tensors]):
             loud = numbered or SHARED in kept.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
-    def _owners(self, base: Owner, experts: Sequence[Owner]) -> list[Owner]:
-        """The model of each task: the experts, and the base model if it has a task."""
+    def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
+        """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""
+        base, *experts = models
         return [*experts, base][: len(self.tasks)]
 
     def sources(self) -> list[Sequence[Source]]:
@@ -149,36 +176,46 @@ class _FeatureMerge(Accumulator[Tensors]):
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
-        names, maps = self.decoder.layer_tensors(layer), self.maps[layer]
-        together = {m.weight for group in maps.groups if not group.fused for m in group.maps}
-        later = self.anchor.whole_maps(names) & together
-        anchor = self.anchor.of(names, weights, later)
-        base, *experts = weights
-        owners = self._owners(base, experts)
-        for key, stack in anchor.items():
-            # A lazy stack would be computed at every use.
-            if isinstance(stack, ExpertStack) and stack is not base[key]:
-                anchor[key] = stack_of(in_a_file(stack, self.setting.folder), stack.device)
-        passage = LayerPassage(self.decoder, layer, maps, owners, streams)
-        solver = LayerMerge(passage, base, anchor, later, self.setting)
-        for group in maps.groups:
+        solver = _LayerMerge(self, layer, weights, streams)
+        for group in self.maps[layer].groups:
             self.stage = f"layer {layer + 1} of {len(self.decoder)}, {group}"
             solver.solve(group, report)
+        names = self.decoder.layer_tensors(layer)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items()}
-        return {**merged, **self._advance_streams(solver, streams)}
+        return {**merged, ERRORS: self._finish_layer(solver), RIDGES: torch.tensor(solver.ridges, dtype=torch.float64)}
 
-    def _advance_streams(self, solver: LayerMerge, streams: Streams) -> Tensors:
-        """Set what the layer makes of both streams; returns the mean relative error by task [T], and the ridges."""
+    def _finish_layer(self, solver: _LayerMerge) -> torch.Tensor:
+        """Set what the layer makes of both streams; returns the mean relative error by task [T]."""
         sums = torch.zeros(2, len(self.tasks), dtype=torch.float64)
-        for number, batch in enumerate(streams.batches):
-            outputs = solver.passage.finish(number, solver.merged)
-            own = batch.unpadded(outputs[EXPERT])
-            norms = own.norm(dim=1)  # zero where an embedding is: such a token has no relative error
-            errors = (batch.unpadded(outputs[MERGED]) - own).norm(dim=1) / norms
+        for number, batch in enumerate(solver.streams.batches):
+            merged, expert = map(batch.unpadded, solver.passage(number).finish(solver.merged))
+            del solver.passages[number]
+            norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
+            errors = (merged - expert).norm(dim=1) / norms
             sums[0, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
             sums[1, batch.task] += int((norms > 0).sum())
         self.ranks.sum(sums)
-        return {ERRORS: sums[0] / sums[1], RIDGES: torch.tensor(solver.ridges, dtype=torch.float64)}
+        return sums[0] / sums[1]
+
+    def regression(
+        self,
+        near: torch.Tensor,
+        tasks: Iterable[Iterable[Tokens]],
+        ridge: float | None,
+        expected: int,
+        prior: torch.Tensor | None = None,
+    ) -> RidgeRegression:
+        """The regression for the change of a matrix W_n, ``near`` [out, in], on this process's tokens of every task.
+
+        ``expected`` is how many they are; ``prior`` is that of ``RidgeRegression``.
+        """
+        (outputs, inputs), ranks = near.shape, self.ranks
+        regression = RidgeRegression(inputs, outputs, ridge, near.device, prior=prior, tokens=expected, ranks=ranks)
+        for task, count in zip(tasks, self.counts, strict=True):
+            for given, wanted, samples, weights in task:
+                regression.add(given, torch.addmm(wanted, given, near.T, alpha=-1), samples, weights)
+            regression.finish_task(count)
+        return regression
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of the tensors that the layer's file holds, by the model's names."""
@@ -188,11 +225,11 @@ class _FeatureMerge(Accumulator[Tensors]):
         self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
-        names, (base, *experts) = self.decoder.layer_tensors(layer), weights
-        merged = {key: _placed(found[name], base[key]) for key, name in names.items()}
+        names, owners = self.decoder.layer_tensors(layer), self.owners_of(weights)
+        merged = {key: _placed(found[name], weights[0][key]) for key, name in names.items()}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
-            streams.run_layer(EXPERT, number, self._owners(base, experts)[batch.task])
+            streams.run_layer(EXPERT, number, owners[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
@@ -203,21 +240,20 @@ class _FeatureMerge(Accumulator[Tensors]):
         self.stage = "output head"
         anchor = read_edges(decoder, self.anchor, [name for name in (head.weight, head.bias) if name])
         solved = {name: tensor.clone() for name, tensor in anchor.items()}
-        rows, columns = head.matrix(anchor).shape
-        setting, step = self.setting, max(1, HEAD_ELEMENTS // columns)
+        (rows, columns), ridge = head.matrix(anchor).shape, self.ridge
+        step = max(1, HEAD_ELEMENTS // columns)
         for start in range(0, rows, step):
             part = slice(start, start + step)
             tasks = (self._head_tokens(head, task, part, streams, report) for task in range(len(self.owners)))
-            change = solve_maps(head.matrix(anchor)[part], tasks, setting, expected=streams.tokens)
-            assert isinstance(change, Change)  # there are tokens
+            change = self.regression(head.matrix(anchor)[part], tasks, ridge, streams.tokens).solve()
             if change.ridge is None:
                 LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")
                 return {}
-            setting = replace(setting, ridge=change.ridge)  # the choice of the first part holds for the whole head
+            ridge = change.ridge  # the choice of the first part holds for the whole head
             solved[head.weight][part] += change.matrix
             if head.bias is not None:
-                own = [read_edges(decoder, model, [head.bias])[head.bias][part] for model in self.owners]
-                solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(own))
+                biases = [read_edges(decoder, model, [head.bias])[head.bias][part] for model in self.owners]
+                solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(biases))
         return solved
 
     def _head_tokens(
@@ -225,20 +261,181 @@ class _FeatureMerge(Accumulator[Tensors]):
     ) -> Iterator[Tokens]:
         """The head's inputs in the merged model, and what some rows of the task's model's head make of that model's."""
         decoder, owner, tail = self.decoder, self.owners[task], tail_tensors(self.decoder)
-        merged_tail, own_tail = (read_edges(decoder, model, tail) for model in (self.anchor, owner))
-        own = head.matrix(read_edges(decoder, owner, [head.weight]))[rows]
+        merged_tail, owner_tail = (read_edges(decoder, model, tail) for model in (self.anchor, owner))
+        matrix = head.matrix(read_edges(decoder, owner, [head.weight]))[rows]
         for number, batch in streams.batches_of(task):
             given = batch.unpadded(head_input(decoder, streams.hidden(MERGED, number), merged_tail))
-            own_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), own_tail))
-            yield Tokens(given, own_given @ own.T, batch.samples, batch.join(self.setting.weights))
+            owner_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), owner_tail))
+            yield given, owner_given @ matrix.T, batch.samples, batch.join(self.weights)
             if rows.start == 0:
                 report(len(batch.rows))
 
 
-def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
-    """The shapes of the tensors that a layer's file holds, by the model's names."""
-    state = decoder.layers[layer].state_dict()
-    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
+class _LayerMerge:
+    """One layer of a merge in the making.
+
+    Args:
+        merge: the merge.
+        layer: the layer's index.
+        weights: the layer's tensors of the base model and of the experts.
+        streams: the merged model's stream and the experts' own, before this layer.
+
+    Attributes:
+        merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
+        passages: the batches that have begun the layer, by their numbers.
+        ridges: the ridges that the maps were solved with.
+    """
+
+    def __init__(self, merge: _FeatureMerge, layer: int, weights: Sequence[Weights], streams: Streams) -> None:
+        self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
+        self.base, self.owners = weights[0], merge.owners_of(weights)
+        names = merge.decoder.layer_tensors(layer)
+        together = {m.weight for group in self.maps.groups if not group.fused for m in group.maps}
+        self._later = merge.anchor.whole_maps(names) & together  # the anchor's, solved with the prior of their group
+        anchor = merge.anchor.of(names, weights, self._later)
+        # The matrices of a mixture's experts that are read when they are used: written one by one.
+        stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
+        self._stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
+        self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self._stacks.items()}
+        self.passages: dict[int, Passage] = {}
+        self.ridges: list[float] = []
+        self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights
+
+    def passage(self, number: int) -> Passage:
+        """A batch on its way through the layer."""
+        if number not in self.passages:
+            owner = self.owners[self.streams.batches[number].task]
+            self.passages[number] = Passage(self.streams, number, self.maps, owner)
+        return self.passages[number]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The layer's tensors, as they can be written to a file."""
+        return {**self.merged, **self._stacks}
+
+    def solve(self, group: MapGroup, report: Progress) -> None:
+        """Solve the maps of ``group``, the first group that is not solved; ``report`` is told the samples used."""
+        if group.fused:
+            self._solve_routed(group, report)
+        else:
+            tasks = [self._tokens(group, task, report) for task in range(len(self.owners))]
+            self._solve(group.maps, tasks, self.streams.tokens)
+        if self._kept:
+            LOG.warning("Layer %d: %s keep the anchor's weights", self.layer, ", ".join(self._kept))
+            self._kept = []
+
+    def _tokens(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
+        """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
+        for number, batch in self.streams.batches_of(task):
+            passage = self.passage(number)
+            targets = passage.targets(group)
+            inputs = batch.unpadded(passage.inputs(group, self.merged)[0])
+            outputs = []
+            for linear_map in group.maps:
+                output, offset = batch.unpadded(targets[linear_map.module]), linear_map.offset(self.owners[task])
+                if (drift := passage.drift(linear_map.module)) is not None:
+                    output = output + DRIFT * batch.unpadded(drift)
+                outputs.append(output if offset is None else output - offset)
+            yield inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.merge.weights)
+            report(len(batch.rows))
+
+    def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
+        """Put new tensors of maps of one input in place, if there are any."""
+        names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
+        prior = self._prior(maps)
+        base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
+        near = torch.lerp(base, anchor, BEYOND)
+        regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
+        if expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
+            self._kept.append(f"{names} ({regression.tokens} tokens)")
+            return
+        change = regression.solve()
+        LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
+        if change.ridge is None:
+            self._kept.append(f"{names} (their inputs are not finite)")
+            return
+        self.ridges.append(change.ridge)
+        end = 0
+        for linear_map in maps:
+            rows = slice(end, end + len(linear_map.matrix(self.base)))
+            end = rows.stop
+            matrix = linear_map.stored((near[rows] + change.matrix[rows]).to(near.dtype))
+            self._put(linear_map.weight, expert, matrix)
+            biases = [linear_map.offset(tensors) for tensors in (self.merged, *self.owners)]
+            if (bias := biases[0]) is not None:
+                offset = change.offset(bias, torch.stack(biases[1:]), rows)  # type: ignore[arg-type]
+                self._put(str(linear_map.bias), expert, offset)
+
+    def _put(self, name: str, expert: int | None, tensor: torch.Tensor) -> None:
+        """Put a tensor of the layer in place, or the part of a mixture's expert."""
+        if expert is None:
+            self.merged[name] = tensor
+        else:
+            self._stacks.get(name, self.merged[name])[expert] = tensor
+
+    def _prior(self, maps: Sequence[LinearMap]) -> torch.Tensor | None:
+        """The system [in, in] of ``actmat`` for maps of one input, with a unit mean diagonal; None if none is changed.
+
+        The anchor's maps that are solved with it take their place.
+        """
+        ridge, size = ActmatSettings().ridge, maps[0].matrix(self.base).shape[1]
+        total = torch.zeros(size, size, dtype=torch.float64, device=self.merge.decoder.device)
+        for linear_map in maps:
+            base = linear_map.matrix(self.base)
+            tasks = [linear_map.matrix(owner) - base for owner in self.owners]
+            if linear_map.weight in self._later:
+                solved = merge_by_covariance(tasks, ridge, self.merge.counts)
+                self.merged[linear_map.weight] = linear_map.stored(base + solved.change.to(base.dtype))
+                total += solved.covariance
+            else:
+                for task in tasks:
+                    total += covariance(task)
+        if not total.any():
+            return None
+        system = with_ridge(total, ridge)
+        return system.div_(system.diagonal().mean())
+
+    def _solve_routed(self, group: MapGroup, report: Progress) -> None:
+        """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
+        routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
+        for number, batch in enumerate(self.streams.batches):
+            routed.append(self.passage(number).routed(group, self.merged))
+            report(len(batch.rows))
+        for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
+            if name not in self._stacks:
+                self.merged[name] = self.merged[name].clone()
+        module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
+        for index in sorted({m.expert for m in group.maps if m.expert is not None}):
+            first, down = (m for m in group.maps if m.expert == index)
+            # By task: the merged model's inputs, the task's own model's, and each token's sample and weight.
+            reaching = [list(self._reaching(routed, index, task)) for task in range(len(self.owners))]
+            self._solve_reached(first, reaching)
+            hidden = []
+            for tokens, owner in zip(reaching, self.owners, strict=True):
+                pairs = [(first.apply(self.merged, x), first.apply(owner, y), *rest) for x, y, *rest in tokens]
+                hidden.append([(fused_hidden(module, x), fused_hidden(module, y), *rest) for x, y, *rest in pairs])
+            self._solve_reached(down, hidden)
+
+    def _reaching(
+        self, routed: Sequence[tuple[RoutedInputs, torch.Tensor]], index: int, task: int
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """What of a task goes to a mixture's expert: the inputs of both models [n, in], samples and weights [n]."""
+        for number, batch in self.streams.batches_of(task):
+            merged, expert = routed[number]
+            reached = (merged.routes == index).any(-1)
+            inputs, expert_inputs, tokens = (
+                part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
+            )
+            device = self.merge.decoder.device
+            weights = batch.join(self.merge.weights)[tokens]
+            yield inputs.to(device), expert_inputs.to(device), batch.samples[tokens], weights
+
+    def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
+        """Solve one map of a mixture's expert on the tokens of every task that reach it."""
+        tasks = [
+            [(x, y @ linear_map.matrix(owner).T, samples, weights) for x, y, samples, weights in tokens]
+            for tokens, owner in zip(reaching, self.owners, strict=True)
+        ]
+        self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -74,17 +74,17 @@ class Change:
     shares: torch.Tensor
     ridge: float | None
 
-    def offset(self, anchor: torch.Tensor, own: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+    def offset(self, anchor: torch.Tensor, biases: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The bias of some rows: with the mean residual for a small ridge, the anchor's for an endless one.
 
         Args:
             anchor: the anchor's bias [rows].
-            own: the experts' biases [T, rows].
+            biases: the experts' [T, rows].
             rows: which rows of the regression.
         """
         if not self.shares.any():  # every input was zero
             return anchor
-        mean = self.shares @ own.double() + self.mean[rows] - anchor
+        mean = self.shares @ biases.double() + self.mean[rows] - anchor
         return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
 
 
@@ -187,9 +187,9 @@ class RidgeRegression:
         task.cross.addmm_(residuals.T, inputs)
         combined = residuals @ self._combinations
         for half, (moments, predicted) in enumerate(zip(task.moments, task.predicted, strict=True)):
-            own = halves == half if len(task.tokens) > 1 else slice(None)
-            add_gram(inputs[own], moments)
-            predicted.addmm_(combined[own].T, inputs[own])
+            rows = halves == half if len(task.tokens) > 1 else slice(None)
+            add_gram(inputs[rows], moments)
+            predicted.addmm_(combined[rows].T, inputs[rows])
 
     def finish_task(self, count: float = 1.0) -> None:
         """Weight the current task's tokens, by how much it counts (c_t), and go on to the next task."""
@@ -275,8 +275,10 @@ class RidgeRegression:
         if len(self._rows) > 1:
             self._rows = [tuple(map(torch.cat, zip(*self._rows, strict=True)))]
         inputs, residuals, halves = self._rows[0]
-        own = halves == half
-        return (inputs, residuals) if half is None else (inputs[own], residuals[own] @ self._combinations)
+        if half is None:
+            return inputs, residuals
+        rows = halves == half
+        return inputs[rows], residuals[rows] @ self._combinations
 
     def _solver_by_tokens(self, inputs: torch.Tensor, residuals: torch.Tensor) -> Solver:
         """With H = V^T V for a diagonal or triangular V, no more than X V^-1 is needed."""
@@ -291,10 +293,10 @@ class RidgeRegression:
         def solve(ridge: float) -> torch.Tensor | None:
             system = products.clone()
             system.diagonal().add_(ridge * strength)
-            found = times_inverse(residuals.T, system)
-            if found is None:
+            solution = times_inverse(residuals.T, system)
+            if solution is None:
                 return None
-            change = found @ whitened
+            change = solution @ whitened
             return change / root if root.ndim == 1 else solve_triangular(root, change.T, upper=True).T
 
         return solve

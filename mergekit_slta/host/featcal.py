@@ -8,7 +8,7 @@ import torch
 from mergekit.merge_methods import TensorGroup
 
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.featcal.scratch import SolvedModel, solve_model
+from mergekit_slta.featcal.solved import SolvedModel, solve_model
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.recipe import published_name

@@ -77,5 +77,5 @@ def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[M
     if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
         raise TypeError(f"merge has no option {', '.join(unknown)}.")
     given, folder = loaded(recipe), Path(out).expanduser()
-    run(inspect.unwrap(run_merge), given.config, str(folder), plain_values(options), given.text, given.content)
+    run(inspect.unwrap(run_merge), given.config, str(folder), plain_values(options), given.text)
     return folder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,19 +20,14 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
+from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
-from mergekit_slta.output.finite import is_finite
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
-    from mergekit_slta.slta.solution import Solution
-
-WHOLE_MODELS = (
-    "'{method}' measures whole models before it merges their tensors: run it by mergekit-yaml or mergekit's run_merge, "
-    "on model folders or Hub ids."
-)
+    from mergekit_slta.slta.statistics import Solution
 
 
 def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
@@ -77,7 +72,10 @@ class Merge:
             SltaError: mergekit merges tensors that belong to no recipe of models.
         """
         if self.experiment is None:
-            raise SltaError(WHOLE_MODELS.format(method=self.spec.name))
+            raise SltaError(
+                f"'{self.spec.name}' measures whole models before it merges their tensors: run it by mergekit-yaml or "
+                "mergekit's run_merge, on model folders or Hub ids."
+            )
         return self.experiment
 
     def prepare(self, out: Path, partial: Partial) -> None:
@@ -142,7 +140,7 @@ class DataFreeMerge(Merge):
     def __init__(self, experiment: Experiment | None) -> None:
         super().__init__(experiment)
         self._lock = threading.Lock()
-        self._roles: dict[Hashable, Mapping[str, Role]] = {}  # by base model: each slice may have its own
+        self._roles: Mapping[str, Role] | None = None
 
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
@@ -170,14 +168,14 @@ class DataFreeMerge(Merge):
         return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
 
     def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
-        assert group.base is not None
-        base = group.base.id if isinstance(group.base.id, ModelReference) else None
+        experiment = self.experiment
         with self._lock:
-            if base not in self._roles:
-                trusted = self.experiment is not None and self.experiment.trust_remote_code
-                self._roles[base] = model_roles(base, trusted, self.spec.name)
-            roles = self._roles[base]
-        name, layout = group.metadata.name or "", self.experiment.layout if self.experiment else None
+            if self._roles is None:
+                base = experiment.recipe.base if experiment else None
+                trusted = experiment is not None and experiment.options.trust_remote_code
+                self._roles = model_roles(base, trusted, self.spec.name)
+        roles = self._roles
+        name, layout = group.metadata.name or "", experiment.layout if experiment else None
         piece = layout.pieces.get(name) if layout else None
         endings = dotted_tails(piece.targets[0] if piece else name)
         role = next((roles[ending] for ending in endings if ending in roles), None)
@@ -204,14 +202,12 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
     if damaged:
         return SltaError(
-            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: the checkpoint is "
-            "damaged (save or download it again), or too large for the recipe's 'dtype' (set 'dtype: float32')."
+            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound "
+            "copy, or set 'dtype: float32' if the recipe's is too small for them."
         )
-    experts = ", ".join(str(entry.id) for entry in group.non_base)
     return SltaError(
-        f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although it "
-        f"is in the base model and in {experts}: set 'dtype: float32' and 'out_dtype: bfloat16', or give these "
-        "experts less weight."
+        f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "
+        "models' are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
     )
 
 

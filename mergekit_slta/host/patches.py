@@ -1,4 +1,4 @@
-"""Every function of mergekit's that is replaced, and why.
+"""What of mergekit is replaced, and why.
 
 mergekit 0.1.5 has a table of merge methods and no other way in: a method sees one tensor at a time; it sees neither the
 recipe nor the output folder. So each function below that is marked with `replaces` replaces one function of mergekit's,
@@ -6,7 +6,10 @@ which it gets as ``stock``; its docstring says why.
 
 All was read from the source of mergekit 0.1.5. When this module is imported, the parameters of each function that it
 replaces are compared with those expected here; if they differ, the import fails with one sentence, the start-up hook
-warns, and mergekit works without us. mergekit's loaders are replaced in `models/loaders.py`.
+warns, and mergekit works without us.
+
+One thing more is replaced, which is no function: in mergekit's table of open models, the loader of an expert that
+stores its tensors otherwise than the base model (`models/loaders.py`).
 """
 
 from __future__ import annotations
@@ -99,14 +102,13 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
 def get_architecture_info(
     stock: Callable[..., ModelArchitecture], config: MergeConfiguration, options: MergeOptions
 ) -> ModelArchitecture:
-    """Merge all tensors of the base model's checkpoint.
+    """Merge all tensors of the base model's checkpoint, except where mergekit plans a recipe's slices or modules.
 
     mergekit's definitions, and the names that it takes from transformers, leave out heads that predict several tokens
     and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
     method = METHODS.get(config.merge_method)
-    own = method.architecture if method is not None else None
-    return stock(config, options) if own is None else own
+    return (method and method.architecture) or stock(config, options)
 
 
 @replaces(card, "is_hf", "path")

@@ -57,7 +57,6 @@ def run(
     out: str,
     options: Mapping[str, Any],
     source: str | None = None,
-    content: Any = None,
 ) -> None:
     """Merge a recipe of any method; one for mergekit's own methods is mergekit's affair.
 
@@ -70,8 +69,7 @@ def run(
         config: the recipe.
         out: the folder to write to.
         options: mergekit's options by their names.
-        source: the recipe's YAML, which mergekit copies to the folder.
-        content: the parsed YAML, where it is known.
+        source: the recipe's YAML, which mergekit copies to the folder; where it is known.
 
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.
@@ -84,13 +82,14 @@ def run(
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
             stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
             return
-        if source:  # of which mergekit's own reader silently drops repeated and misspelt keys
-            content = Recipe.parse(source, "The recipe").content
+        # Of the text mergekit's own reader silently drops repeated and misspelt keys.
+        recipe = Recipe.parse(source or config.to_yaml(), "The recipe")
+        recipe.config = config  # a program may have changed what it read
         with joined_ranks() as ranks, files_named("mend that and run the command again"):
-            _run(stock, Experiment(Recipe.from_config(config, content), ranks=ranks, **options), out, source)
+            _run(stock, Experiment(recipe, ranks=ranks, **options), out)
 
 
-def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: str | None) -> None:
+def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     folder = Path(out)
     notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
     for note in notes if not experiment.quiet else ():
@@ -98,47 +97,37 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str, source: s
     partial = Partial(folder / PARTIAL_OF_MERGE)
     with partial.held(experiment.ranks):
         merge = METHODS[experiment.recipe.config.merge_method].kind(experiment)
-        unfinished = _merged(stock, experiment, merge, folder, partial, source)
+        unfinished = _merged(stock, experiment, merge, folder, partial)
     for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)
 
 
 def _merged(
-    stock: Callable[..., None],
-    experiment: Experiment,
-    merge: Merge,
-    folder: Path,
-    partial: Partial,
-    source: str | None,
+    stock: Callable[..., None], experiment: Experiment, merge: Merge, folder: Path, partial: Partial
 ) -> list[str]:
     """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
     recipe, options = experiment.recipe, experiment.options
     experiment.open()
-    models = (experiment.base, *experiment.experts)
-    for model in models:
-        model.open()  # from now on changes of its files are noticed
     experiment.adapt_loaders()
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []
     before = entry_files(folder, options.copy_tokenizer)
-    if options.write_model_card:
-        source = source or recipe.text  # as it is before mergekit rewrites it
     with METHODS[recipe.config.merge_method].merging(merge):
         # The last part of the folder's path is the card's title.
-        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, source)
+        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
-    for model in models:
+    for model in (experiment.base, *experiment.experts):
         model.refuse_changes()
     unfinished = finish_folder(experiment, folder)
     for file, _ in before.items() & entry_files(folder, options.copy_tokenizer).items():
         # Programs would read it instead of what was just written.
         LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
     card.renew_beside(folder, merge.solution)
-    if source and options.write_model_card:
+    if options.write_model_card:
         try:
-            card.write_card(folder, recipe.config, source, merge.solution)
+            card.write_card(folder, recipe.config, recipe.text, merge.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
     partial.remove()
@@ -184,13 +173,11 @@ def _recipe_file(out: str) -> str | None:
 def _options(experiment: Experiment) -> Iterator[str]:
     """The merge's options that another command needs to find and run the same models."""
     options = experiment.options
-    given = {"--transformers-cache": options.transformers_cache}
-    if any(reference.lora for reference in experiment.recipe.references):
-        given["--lora-merge-cache"] = options.lora_merge_cache
+    if options.transformers_cache:
+        yield from ("--transformers-cache", options.transformers_cache)
+    if options.lora_merge_cache and any(reference.lora for reference in experiment.recipe.references):
+        yield from ("--lora-merge-cache", options.lora_merge_cache)
     if options.device != "cpu":
-        given["--device"] = options.device
-    for name, value in given.items():
-        if value:
-            yield from (name, value)
+        yield from ("--device", options.device)
     if options.trust_remote_code:
         yield "--trust-remote-code"

@@ -13,7 +13,7 @@ from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.measure import measured_statistics, solved
+from mergekit_slta.slta.lookup import measured_statistics, solved
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import as_percentage, short_names
 

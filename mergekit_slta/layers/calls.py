@@ -17,7 +17,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.residual import plain
 
 Weights = Mapping[str, torch.Tensor]
 # Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
@@ -78,13 +77,13 @@ class LayerCall:
                             f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
                             "kept between layers, so no level applies: use 'merge_method: actmat'."
                         )
-                    found[argument, key, *rest] = plain(part)
+                    found[argument, key, *rest] = part
         return found
 
 
 def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
     """The parts of a layer's return value that the next layer is given, whose arguments ``positions`` are by."""
-    return {(argument,): plain(returned[position]) for argument, position in positions.items()}
+    return {(argument,): returned[position] for argument, position in positions.items()}
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def stand_ins(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[No
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         del layers[index].forward
         try:
-            return forward(index, plain(hidden), LayerCall(args[1:], kwargs))
+            return forward(index, hidden, LayerCall(args[1:], kwargs))
         finally:
             layers[index].forward = functools.partial(stand_in, index)
 

@@ -6,40 +6,85 @@ a decoder: it runs the layers with made-up weights and keeps what that shows.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
 
-from mergekit_slta.layers.branches import LayerStructure
 from mergekit_slta.layers.calls import LayerCall, LayerForm, Weights, handed_on, hidden_of
 from mergekit_slta.layers.maps import Heads
-from mergekit_slta.layers.recording import LayerRun, Reached, Watch
-from mergekit_slta.layers.residual import INPUT, ResidualStream, Term
+from mergekit_slta.layers.recording import LayerRun, Reached
 from mergekit_slta.models.skeleton import language_names
 
+INPUT = "<input>"  # no child of a layer can be called that
+Nodes = frozenset[str]
 
-class Fresh:
-    """Restores the modules of a model that own buffers outside its checkpoint, and remember earlier calls in them.
 
-    Rotary embeddings whose frequencies depend on the length keep those of the last call in buffers and attributes, so
-    that a sample would see the length of the one before it.
+@dataclass(frozen=True)
+class LayerStructure:
+    """What a decoder layer makes of what its children return, and how it splits into two branches.
+
+    Attributes:
+        reads: by child, in the order of the calls, the children whose outputs its arguments are made from, and
+            ``INPUT``.
+        summands: the children whose outputs the layer's output is the sum of, and ``INPUT``, each with the constant
+            that it is multiplied by if ``INPUT`` is by 1; None where it is no such sum.
+        branches: the direct children of the layer in each branch, ``attn`` (attention, or other token mixing) and
+            ``mlp``, norms included; a child, or a tensor of the layer's own, that feeds both branches is in both. A
+            layer that only mixes tokens, or never mixes them, has one branch; there is none where the branches cannot
+            be told apart.
+        mixers: the children in the attention branch that let tokens see each other.
+        boundary: the child whose output is all that the MLP branch reads, where the attention branch ends with a norm
+            of the residual stream; None where its contribution is added to the stream.
+        heads: the heads of the attention, or why there are none to be told apart.
+        of_some_tokens: a linear map that is given rows of which nobody knows the samples; "" without one.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
-        self._owners = [(own, dict(own), dict(own["_buffers"])) for own in owners]
+    reads: Mapping[str, Nodes] = field(default_factory=dict)
+    summands: Mapping[str, float] | None = None
+    branches: Mapping[str, Nodes] = field(default_factory=dict)
+    mixers: Nodes = frozenset()
+    boundary: str | None = None
+    heads: Heads | str = "its branches cannot be told apart"
+    of_some_tokens: str = ""
 
-    def restore(self) -> None:
-        """Undo what calls have replaced; no model of transformers writes into such a buffer."""
-        for own, attributes, buffers in self._owners:
+    def others_of(self, branch: str, base: LayerRun) -> dict[str, Any]:
+        """The outputs to replay, so that only one branch differs from the base model, whose run is ``base``."""
+        others = frozenset().union(*self.branches.values()) - self.branches[branch]
+        return {name: base.outputs[name] for name in others if name in base.outputs}
+
+    def change(self, branch: str, run: LayerRun, base: LayerRun) -> torch.Tensor:
+        """How a run's residual stream differs from the base model's where a branch, or the layer, ends."""
+        ends = {self.boundary: 1.0} if self.boundary is not None and branch == "attn" else self.summands
+        if ends is None:
+            return run.output - base.output
+        change = torch.zeros_like(base.output)
+        for name, factor in ends.items():  # one by one: what is the same in both cancels exactly
+            if name in run.outputs and run.outputs[name] is not base.outputs[name]:
+                part = hidden_of(run.outputs[name]) - hidden_of(base.outputs[name])
+                change.add_(part.reshape(change.shape), alpha=factor)
+        return change
+
+
+def fresh(model: torch.nn.Module) -> Callable[[], None]:
+    """A function that undoes what calls replace in modules that own buffers outside the model's checkpoint.
+
+    Rotary embeddings whose frequencies depend on the length keep those of the last call in buffers and attributes, so
+    that a sample would see the length of the one before it. No model of transformers writes into such a buffer.
+    """
+    owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
+    built = [(own, dict(own), dict(own["_buffers"])) for own in owners]
+
+    def restore() -> None:
+        for own, attributes, buffers in built:
             own.clear()
             own.update(attributes)
             own["_buffers"].update(buffers)
+
+    return restore
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +99,10 @@ class Decoder:
         layers: the decoder layers.
         device: where layers run.
         trust_remote_code: mergekit's flag of that name.
-        fresh: restores the model to the state in which it was built.
-        watch: where the layers' modules report to.
+        restore: puts the model into the state in which it was built.
+        runs: the layers' modules report to the last run in it.
         form: how the model calls its layers.
-        structures: for each layer how it splits into branches, None where the trace does not show it.
-        heads: for each layer the heads of its attention, or why there are none to be told apart.
+        structures: for each layer how it splits into branches.
         tail_problem: why the logits cannot be computed from the last layer's output alone, if they cannot.
     """
 
@@ -68,42 +112,34 @@ class Decoder:
     layers: torch.nn.ModuleList
     device: torch.device
     trust_remote_code: bool
-    fresh: Fresh
-    watch: Watch
+    restore: Callable[[], None]
+    runs: list[LayerRun]
     form: LayerForm = field(default_factory=LayerForm)
-    structures: Sequence[LayerStructure | None] = ()
-    heads: Sequence[Heads | str] = ()
+    structures: Sequence[LayerStructure] = ()
     tail_problem: str | None = None
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def run(self, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
-        """Run a layer on hidden states [B, S, D], to its end or until it calls a module.
+        """Run a layer on hidden states [B, S, D] as the model does, to its end or until it calls a module.
 
         ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
         """
-        run = LayerRun(**settings)
-        self.fresh.restore()
-        with contextlib.suppress(Reached):
-            run.finish(hidden_of(self.call(run, layer, weights, self.as_called(hidden), call)))
-            run.output = self.tokens_first(run.output)
-            if run.terms is not None:
-                run.terms = {name: self.tokens_first(term) for name, term in run.terms.items()}
+        run, own = LayerRun(**settings), call.own({})
+        self.restore()
+        arguments = self.as_called(hidden).clone(), *own.args  # the layer may change its input in place
+        self.runs.append(run)
+        try:
+            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, own.kwargs)
+            run.returned, run.output = returned, self.tokens_first(hidden_of(returned))
+            run.state = handed_on(returned, self.form.handed)
+        except Reached:
+            pass
+        finally:
+            self.runs.pop()
+        run.state = {**own.entered(call), **run.state}
         return run
-
-    def call(self, run: LayerRun, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall) -> Any:
-        """Call a layer's module as the model does, on a residual stream, while its modules report to ``run``."""
-        own = call.own({})
-        stream = ResidualStream.of(hidden, (Term(INPUT, hidden),))
-        with self.watch.reporting_to(run):
-            try:
-                arguments = stream, *own.args
-                returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, own.kwargs)
-                run.state = handed_on(returned, self.form.handed)
-                return returned
-            finally:
-                run.state = {**own.entered(call), **run.state}
 
     def tokens_first(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states as [B, S, ...], from what the model's own code gives to its layers."""
@@ -125,7 +161,8 @@ class Decoder:
     @functools.cached_property
     def body_path(self) -> str:
         """The beginning of the names of the body's tensors in the model."""
-        return _inside(self.path(self.body))
+        path = self.path(self.body)
+        return f"{path}." if path else ""
 
     def path(self, part: torch.nn.Module) -> str:
         """The path in the model of a part of it."""
@@ -135,10 +172,6 @@ class Decoder:
     def tensor_names(self) -> frozenset[str]:
         """The model's names of all its tensors."""
         return frozenset(self.model.state_dict())
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor, by the model's name."""
-        return self.model.state_dict()[name].shape
 
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""
@@ -161,10 +194,6 @@ class Decoder:
     def language_tensors(self) -> frozenset[str]:
         """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
         return language_names(self.model)
-
-    def is_language(self, name: str) -> bool:
-        """Whether a tensor, by the model's name, does not belong to a multimodal model's other towers."""
-        return name in self.language_tensors
 
     @functools.cached_property
     def edge_tensors(self) -> tuple[str, ...]:
@@ -194,8 +223,3 @@ class Decoder:
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
             kinds.append((modules, shapes, number if shared else None))
         return [kinds.index(kind) for kind in kinds]
-
-
-def _inside(path: str) -> str:
-    """The beginning of the names of a module's tensors."""
-    return f"{path}." if path else ""

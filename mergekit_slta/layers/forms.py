@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,6 @@ from mergekit_slta.layers.calls import (
     stand_ins,
 )
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.residual import plain
 
 # The number of different values in a made-up tensor; it has no small divisors.
 RANDOM_NUMBERS = 1_000_003
@@ -35,7 +34,7 @@ SMALL = 2**16
 CAUSAL_TOLERANCE = 1e-3
 
 
-def random_numbers(state: Weights, device: torch.device, seed: int = 0) -> Weights:
+def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
     """Random numbers in place of a model's tensors.
 
     The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
@@ -117,7 +116,7 @@ def capture(
     name, first = next(iter(decoder.body.named_parameters()))
     weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
     kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
-    decoder.fresh.restore()
+    decoder.restore()
     with stand_ins(decoder.layers, hand_on), torch.no_grad():
         torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
     problem = None
@@ -181,9 +180,10 @@ def _try_layers(decoder: Decoder) -> LayerForm:
 
     def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
         if types[layer] not in found:
-            weights, run = random_numbers(decoder.layers[layer].state_dict(), decoder.device), LayerRun()
-            found[types[layer]] = decoder.call(run, layer, weights, hidden, call.own(state))
-            state.update(run.state)
+            weights = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
+            made = decoder.run(layer, weights, hidden, call.own(state))
+            found[types[layer]] = made.returned
+            state.update(made.state)
         return found[types[layer]]
 
     hidden, _, handed = capture(decoder, token_ids, random_numbers(edge_state(decoder), decoder.device), run)
@@ -196,7 +196,7 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     shape = hidden.shape
     stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
     # Each layer's output for the first token of the two samples that share it; rounding may differ.
-    pairs = [plain(hidden_of(returned)) for returned in found.values()]
+    pairs = [hidden_of(returned) for returned in found.values()]
     pairs = [(pair.movedim(0, 2) if stacked else pair)[:2, 0] for pair in pairs]
     return LayerForm(
         stacked=stacked,

@@ -1,39 +1,31 @@
 """Find which rows of an attention's linear maps belong to which head, without knowing the architecture.
 
 Architectures store queries, keys and values separately or fused in several orders, share keys among heads, or
-transpose. One gradient shows all of this: with the projections' outputs replaced by random numbers, a head's features
-depend on exactly the rows that belong to it.
+transpose. One gradient shows all of this: with the projections' outputs as variables, a head's features depend on
+exactly the rows that belong to it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from mergekit_slta.layers.branches import LayerStructure
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import Decoder, LayerStructure
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.probe import made_up_layer
 
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
-def find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> Heads | str:
-    """The heads of a layer's attention, or why there are none to be told apart."""
-    try:
-        return _find_heads(decoder, layer, split)
-    except Exception:  # a model's own code may raise anything when its projections give random numbers
-        return INSEPARABLE
-
-
 @torch.enable_grad()
-def _find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> Heads | str:
-    if split is None:
-        return "its branches cannot be told apart"
+def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
+    """The heads of a layer's attention, or why there are none to be told apart.
+
+    Raises:
+        Exception: whatever a model's own code raises when its norms return what they are given.
+    """
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
     if not kinds:
         return "it mixes no tokens"
@@ -43,22 +35,27 @@ def _find_heads(decoder: Decoder, layer: int, split: LayerStructure | None) -> H
     if len(kinds) > 1:
         return "it has several attentions"
     (mixer,) = kinds
-    module = decoder.layers[layer].get_submodule(mixer)
     maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
-    with _random_projections(module) as calls:
-        decoder.run(layer, *made_up_layer(decoder, layer))
-    output = f"{mixer}.{list(calls)[-1]}" if calls else ""
+    made_up = made_up_layer(decoder, layer)
+    outputs = decoder.run(layer, *made_up, keep={own.module for own in maps.values()}).outputs
+    projected = {name: own.clone().requires_grad_() for name, own in outputs.items() if "." in name}
+    output = list(projected)[-1] if projected else ""
     if output not in maps:
         return "its attention ends in no linear map that all heads share"
-    features = calls.pop(list(calls)[-1])[0]
-    leaves = [values for _, values in calls.values()]
+    del projected[output]
+    leaves = list(projected.values())
+    with contextlib.ExitStack() as hooks:  # a norm over all heads would make each head depend on all rows
+        for name, module in decoder.layers[layer].get_submodule(mixer).named_modules(prefix=mixer):
+            if name not in (mixer, output, *projected) and list(module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(lambda _, given, returned: given[0]))
+        (features, *_) = decoder.run(layer, *made_up, replay=projected, until=output).inputs[output]
     # Such as those of an MLP after the attention in the same module. Keys may also come from an earlier layer.
     if not _mixes_tokens(features, leaves) and not decoder.form.state:
         return INSEPARABLE
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:
         return f"its attention does not split into {count} heads of one size"
-    rows = {f"{mixer}.{name}": torch.zeros(v.shape[-1], count, dtype=torch.bool) for name, (_, v) in calls.items()}
+    rows = {name: torch.zeros(own.shape[-1], count, dtype=torch.bool) for name, own in projected.items()}
     for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):
         gradients = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, allow_unused=True)
         for belongs, gradient in zip(rows.values(), gradients, strict=True):
@@ -74,27 +71,3 @@ def _mixes_tokens(features: torch.Tensor, projected: Sequence[torch.Tensor]) -> 
     last = features.flatten(0, -2)[-1].square().sum()
     gradients = torch.autograd.grad(last, projected, retain_graph=True, allow_unused=True)
     return any(bool(own.flatten(0, -2)[:-1].any()) for own in gradients if own is not None)
-
-
-@contextlib.contextmanager
-def _random_projections(attention: torch.nn.Module) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Give every linear map of an attention random outputs, and make its norms return their inputs.
-
-    A norm over all heads would make each head depend on all rows.
-    """
-    calls: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    generator = torch.Generator().manual_seed(0)
-    maps = {found.module for found in linear_maps(attention)}
-
-    def replace(name: str, _: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        values = torch.randn(output.shape, generator=generator).to(output.device).requires_grad_()
-        calls[name] = (args[0], values)
-        return values
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in attention.named_modules():
-            if name in maps:
-                hooks.enter_context(module.register_forward_hook(functools.partial(replace, name)))
-            elif name and list(module.parameters(recurse=False)):
-                hooks.enter_context(module.register_forward_hook(lambda _, args, out: args[0]))
-        yield calls

@@ -24,13 +24,8 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, 
     first, other, last = some_tokens(decoder)
     edges = random_numbers(edge_state(decoder), decoder.device)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
-    generator = torch.Generator().manual_seed(0)
-    state = {
-        path: torch.randn(2, *tensor.shape[1:], generator=generator).to(tensor)
-        if tensor.is_floating_point()
-        else tensor.repeat_interleave(2, 0)
-        for path, tensor in decoder.form.state.items()
-    }
+    state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
+    state |= {path: own for path, own in random_numbers(state, decoder.device).items() if own.is_floating_point()}
     return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].own(state)
 
 

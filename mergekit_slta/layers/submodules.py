@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
-import torch
-
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import Heads, linear_maps, takes_some_tokens
-from mergekit_slta.layers.probe import made_up_layer
-from mergekit_slta.levels import Fallback, head_part, require_levels, submodule_name
+from mergekit_slta.layers.maps import Heads, linear_maps
+from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, require_levels, submodule_name
 
 
 def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -23,19 +18,18 @@ def layer_submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
         SltaError: there is no such level, or the logits do not follow from the last layer's output at level ``model``.
     """
     require_levels([level])
-    split, heads = decoder.structures[layer], decoder.heads[layer]
+    split = decoder.structures[layer]
     if level == "model":
         if decoder.tail_problem:
             raise SltaError(decoder.tail_problem)
         return []
-    parts: list[str] = []
-    if level == "linear" and not _maps_of_some_tokens(decoder)[layer]:
-        parts = [linear_map.name for linear_map in linear_maps(decoder.layers[layer])]
-    elif level in ("attn_mlp", "head_mlp") and split is not None:
-        parts = [branch for branch in ("attn", "mlp") if branch in split.branches]
-        if level == "head_mlp" and isinstance(heads, Heads):
-            parts = [*map(head_part, range(heads.count)), *parts[1:]]
-    return [submodule_name(layer, part) for part in parts or [""]]
+    maps = level == "linear" and not split.of_some_tokens
+    parts = Parts(
+        branches=[branch for branch in BRANCHES if branch in split.branches],
+        heads=list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else [],
+        maps=[linear_map.name for linear_map in linear_maps(decoder.layers[layer])] if maps else [],
+    )
+    return [submodule_name(layer, part) for part in parts.at(level)]
 
 
 def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
@@ -47,29 +41,15 @@ def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
     return [Fallback(level, coarser, tuple(at), kind, reason) for (coarser, reason, kind), at in found.items()]
 
 
-@functools.lru_cache(maxsize=1)
-def _maps_of_some_tokens(decoder: Decoder) -> list[str]:
-    """For each layer a linear map that is given rows of which nobody knows the samples; "" without one."""
-    found: dict[int, str] = {}
-    for layer in decoder.one_of_each_kind():
-        modules = [linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.expert is None]
-        with torch.no_grad():
-            run = decoder.run(layer, *made_up_layer(decoder, layer), capture=modules)
-        tokens = run.output.shape[:2]
-        some = (name for name, given in run.inputs.items() if takes_some_tokens(name, given[0], tokens))
-        found[layer] = next(some, "")
-    return [found[first] for first in decoder.first_of_kind]
-
-
 def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | None:
     """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
-    split, heads = decoder.structures[layer], decoder.heads[layer]
+    split = decoder.structures[layer]
     if level == "linear":
-        if name := _maps_of_some_tokens(decoder)[layer]:
-            return "layer", f"{name} is given the features of some tokens only"
+        if split.of_some_tokens:
+            return "layer", f"{split.of_some_tokens} is given the features of some tokens only"
         return None if linear_maps(decoder.layers[layer]) else ("layer", "it has no linear maps")
     if level not in ("attn_mlp", "head_mlp"):
         return None
-    if split is None:
+    if not split.branches:
         return "layer", "its attention and MLP branches cannot be told apart"
-    return ("attn_mlp", heads) if level == "head_mlp" and split.mixers and isinstance(heads, str) else None
+    return ("attn_mlp", split.heads) if level == "head_mlp" and split.mixers and isinstance(split.heads, str) else None

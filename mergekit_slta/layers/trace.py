@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, Fresh
+from mergekit_slta.layers.decoder import Decoder, fresh
 from mergekit_slta.layers.ends import tail_problem
 from mergekit_slta.layers.forms import with_form
-from mergekit_slta.layers.heads import find_heads
-from mergekit_slta.layers.recording import Watch
+from mergekit_slta.layers.recording import watch
 from mergekit_slta.layers.structure import find_structure
 from mergekit_slta.models.skeleton import meta_model
-
-Found = TypeVar("Found")
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -48,14 +43,13 @@ def trace_model(
     tower = model if model.config.get_text_config() is model.config else model.get_decoder()
     layers = _find_layers(model, tower)
     _give_buffers(model, device)
-    decoder = Decoder(
-        model, tower, model.base_model, layers, device, trust_remote_code, watch=Watch(layers), fresh=Fresh(model)
-    )
+    runs = watch(layers)
+    decoder = Decoder(model, tower, model.base_model, layers, device, trust_remote_code, fresh(model), runs)
     try:
         decoder = with_form(decoder)
-        decoder = replace(decoder, structures=_of_each_kind(decoder, lambda layer: find_structure(decoder, layer)))
-        heads = _of_each_kind(decoder, lambda layer: find_heads(decoder, layer, decoder.structures[layer]))
-        return replace(decoder, heads=heads, tail_problem=tail_problem(decoder))
+        of_kind = {layer: find_structure(decoder, layer) for layer in decoder.one_of_each_kind()}
+        structures = [of_kind[first] for first in decoder.first_of_kind]
+        return replace(decoder, structures=structures, tail_problem=tail_problem(decoder))
     except SltaError:
         raise
     except Exception as error:  # a model's own code may raise anything
@@ -70,12 +64,6 @@ def on_device(decoder: Decoder, device: torch.device | str) -> Decoder:
     if _numbered(device) == decoder.device:
         return decoder
     return trace(decoder.model.config, decoder.trust_remote_code, device)
-
-
-def _of_each_kind(decoder: Decoder, find: Callable[[int], Found]) -> list[Found]:
-    """For each layer, the find of the first layer of its kind."""
-    found = {layer: find(layer) for layer in decoder.one_of_each_kind()}
-    return [found[first] for first in decoder.first_of_kind]
 
 
 def _numbered(device: torch.device | str) -> torch.device:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Mapping
 
 import transformers
@@ -31,17 +30,17 @@ class StoredModule(ModuleArchitecture):
     mergekit pairs the tensors of several models by their places in these lists, so they are the same for all.
     """
 
-    def __init__(self, before: list[WeightInfo], layers: list[list[WeightInfo]], after: list[WeightInfo]) -> None:
-        self.before, self.layers, self.after = before, layers, after
+    def __init__(self, outside: list[WeightInfo], layers: list[list[WeightInfo]]) -> None:
+        self.outside, self.layers = outside, layers
 
     def pre_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
-        return self.before
+        return self.outside
 
     def layer_weights(self, index: int, config: transformers.PretrainedConfig) -> list[WeightInfo]:
         return self.layers[index]
 
     def post_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
-        return self.after
+        return []
 
     def num_layers(self, config: transformers.PretrainedConfig) -> int:
         return len(self.layers)
@@ -65,17 +64,17 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
     outside: list[WeightInfo] = []
     for name in base.pieces:
         target = base.pieces[name].targets[0]
-        if found := LAYER.search(target):
-            stacks.setdefault(target[: found.start()], {}).setdefault(int(found[1]), []).append(weight(name))
+        if layer := LAYER.search(target):
+            stacks.setdefault(target[: layer.start()], {}).setdefault(int(layer[1]), []).append(weight(name))
         else:
             outside.append(weight(name))
-    after = [weight(name) for name in base.outside]
-    layers = {prefix: [found.get(index, []) for index in range(1 + max(found))] for prefix, found in stacks.items()}
+    outside += [weight(name) for name in base.outside]
+    layers = {prefix: [stack.get(index, []) for index in range(1 + max(stack))] for prefix, stack in stacks.items()}
     if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
-        modules = {"default": StoredModule(outside, next(iter(layers.values())), after)}
+        modules = {"default": StoredModule(outside, next(iter(layers.values())))}
     else:
-        modules = {prefix: StoredModule([], own, []) for prefix, own in layers.items()}
-        modules["default"] = StoredModule(outside, [], after)
+        modules = {prefix: StoredModule([], stack) for prefix, stack in layers.items()}
+        modules["default"] = StoredModule(outside, [])
     text = config.get_text_config()
     place = next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
     return ModelArchitecture(
@@ -95,30 +94,22 @@ def left_out_by_mergekit(model: Model) -> list[str]:
     layout, config = model.layout(model), model.config
     definition = known_architecture(config)
     if definition is not None:
-        known = definition.all_weights(config)
-        written = {name for own in known for name in (own.name, *(own.aliases or ()), *(own.tied_names or ()))}
-        return [
-            name for name in (*layout.pieces, *layout.outside) if not model_tensor_name(name, written, model.prefix)
-        ]
-    targets = {own.targets[0] for own in layout.pieces.values() if own.pattern is not None}
-    layers = (
-        Counter(LAYER.sub(".*.", name, count=1) for name in layout.model.state_dict()) if layout.model else Counter()
-    )
-    stored = set(model.tensors)
-    converted = {
-        name
-        for name in targets
-        if layers[LAYER.sub(".*.", name, count=1)] == max(layers.values())
-        and can_convert_checkpoint_keys(config.model_type, _beside(name, stored), name)
-    }
-    lost = [name for name, own in layout.pieces.items() if own.targets[0] in targets - converted]
-    return [*lost, *layout.outside]
-
-
-def _beside(name: str, stored: set[str]) -> set[str]:
-    """The stored tensors of the same layer."""
-    numbers = LAYER.findall(name)[:1]
-    return {other for other in stored if all(f".{number}." in other for number in numbers)}
+        weights = definition.all_weights(config)
+        written = {name for one in weights for name in (one.name, *(one.aliases or ()), *(one.tied_names or ()))}
+        stored = (*layout.pieces, *layout.outside)
+        return [name for name in stored if not model_tensor_name(name, written, model.prefix)]
+    in_layers: dict[str, list[str]] = {}  # the model's names that differ in the number of their layer alone
+    for name in layout.model.state_dict() if layout.model else ():
+        in_layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)
+    converted = {piece.targets[0] for piece in layout.pieces.values() if piece.pattern is not None}
+    depth, names = max(map(len, in_layers.values()), default=0), set(model.tensors)
+    lost = set[str]()
+    for alike in in_layers.values():
+        if not converted.isdisjoint(alike) and (
+            len(alike) < depth or not can_convert_checkpoint_keys(config.model_type, names, alike[0])
+        ):
+            lost.update(alike)
+    return [*(name for name, piece in layout.pieces.items() if piece.targets[0] in lost), *layout.outside]
 
 
 def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:
@@ -140,9 +131,9 @@ def vocabulary_axes(base: Layout, headers: Headers, config: transformers.Pretrai
     if base.model is None:
         definition = known_architecture(config)
         weights = definition.all_weights(config) if definition else ()
-        return {own.name: own.vocabulary_axis for own in weights if own.vocabulary_axis is not None}
+        return {weight.name: weight.vocabulary_axis for weight in weights if weight.vocabulary_axis is not None}
     known = infer_vocabulary_axes(base.model)
-    found = {name: known[own] for name, piece in base.pieces.items() for own in piece.targets if own in known}
-    shapes = {headers[name].shape for name in found if name in headers and len(headers[name].shape) > 1}
+    axes = {name: known[target] for name, piece in base.pieces.items() for target in piece.targets if target in known}
+    shapes = {headers[name].shape for name in axes if name in headers and len(headers[name].shape) > 1}
     alike = [name for name in base.outside if name in headers and headers[name].shape in shapes]
-    return found | {name: 0 for name in alike if "embed" in name or "head" in name}
+    return axes | {name: 0 for name in alike if "embed" in name or "head" in name}

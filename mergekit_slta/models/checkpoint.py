@@ -178,12 +178,7 @@ class Checkpoint:
         if name not in layout or not layout.in_parts(name):
             return None
 
-        stored = layout.stored_as(name)
-        whole = None if stored is None else self._loader.get_tensor(stored)
-
         def part(expert: int) -> torch.Tensor:
-            if whole is not None:
-                return whole[expert]
             with reading(f"The tensor {name} of {self}"):
                 return layout.read(name, self._loader.get_tensor, expert)
 
@@ -198,8 +193,7 @@ class Checkpoint:
         return ExpertStack(shape, device, again)
 
     def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse a tensor with NaN or Inf: its smallest or its largest element is one then."""
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+        if not is_finite(tensor):
             raise SltaError(
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
             )
@@ -207,6 +201,14 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Identify the model by its content, before an adapter is merged into it."""
         self.open()
-        found = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
+        fingerprint = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
         self.refuse_changes()
-        return found
+        return fingerprint
+
+
+def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether a tensor's values are finite, also in another data type; its smallest and its largest value show it."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    tensor = tensor.float() if tensor.itemsize == 1 else tensor  # torch computes little in 8 bits
+    return bool(torch.stack(tensor.aminmax()).to(dtype or tensor.dtype).double().isfinite().all())

@@ -1,19 +1,25 @@
-"""Identify a model by its content, independent of its folder, shards and file format."""
+"""Identify a model by its content, and tell what its configuration has it compute.
+
+The content does not depend on the folder, the shards and the file format.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
+import transformers
 from safetensors.torch import save
 
 from mergekit_slta.errors import reading
+from mergekit_slta.files import digest
 from mergekit_slta.models.adapters import adapter_settings, adapter_weights
 from mergekit_slta.models.headers import unpickled, weight_map
 
@@ -30,35 +36,31 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
 
     Training changes nearly all bytes of a tensor. An edit of a few rows does not show; in files of this machine
-    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model, in whichever type.
+    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model; None is hashed where
+    statistics once had the type that it was merged in.
     """
-    content = _digest(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
+    content = _content_hash(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
     if adapter is None:
         return content
-    merged = [
-        content,
-        _digest(_sampled(adapter_weights(adapter))),
-        adapter_settings(adapter),
-        None,
-    ]  # the last one was the type
+    merged = [content, _content_hash(_sampled(adapter_weights(adapter))), adapter_settings(adapter), None]
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
 
 
 def stamps(files: Iterable[Path]) -> Stamps:
     """The stamps of the files that exist: a file that is written to or replaced gets another one."""
-    found = {}
+    stamped = {}
     for path in files:
         with contextlib.suppress(OSError):
             status = path.stat()
-            found[str(path)] = status.st_size, status.st_mtime_ns, status.st_ino
-    return found
+            stamped[str(path)] = status.st_size, status.st_mtime_ns, status.st_ino
+    return stamped
 
 
-def _digest(entries: Iterable[_Entry]) -> str:
-    found = hashlib.sha256()
+def _content_hash(entries: Iterable[_Entry]) -> str:
+    sha256 = hashlib.sha256()
     for name, dtype, shape, content in sorted(entries):
-        found.update(json.dumps([name, dtype, shape]).encode() + content)
-    return found.hexdigest()
+        sha256.update(json.dumps([name, dtype, shape]).encode() + content)
+    return sha256.hexdigest()
 
 
 def _sampled(path: Path) -> Iterator[_Entry]:
@@ -87,3 +89,43 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _dtype_name(dtype: torch.dtype) -> str:
     ((_, tensor),) = safetensors.deserialize(save({"": torch.empty(0, dtype=dtype)}))
     return tensor["dtype"]
+
+
+# Configurations
+
+# Entries of a configuration that change nothing of what a trained model's layers compute, and parts of such entries'
+# names: names and versions, ids of tokens, what only training uses, what a forward pass returns beside its result, how
+# weights are stored. All others are compared, also those that nobody knows yet.
+_INERT = {
+    "_name_or_path", "architectures", "auto_map", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "gradient_checkpointing", "id2label", "initializer_factor", "initializer_range", "is_encoder_decoder", "label2id",
+    "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
+    "quantization_config", "return_dict", "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
+    "vocab_size",
+}  # fmt: skip
+_INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "token_id", "tokenizer")
+
+
+def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
+    """The entries of a configuration that may decide what the decoder's layers compute."""
+    entries = config.get_text_config().to_dict().items()
+    return {
+        name: value for name, value in entries if name not in _INERT and not any(part in name for part in _INERT_PARTS)
+    }
+
+
+def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
+    """The entries of ``computation`` with a hash of each value; entries of nested tables have dotted names.
+
+    Hashes show which entries have changed without publishing the values, which may be paths. 1 and 1.0 are equal.
+    """
+    text = json.dumps(computation(config), default=str)
+    return dict(_hashed(json.loads(text, parse_int=float)))
+
+
+def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in entries.items():
+        if isinstance(value, dict) and value:
+            yield from _hashed(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", digest(value)[:12]

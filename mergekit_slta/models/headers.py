@@ -219,10 +219,10 @@ def folder_headers(folder: Path) -> Headers:
     """The tensors of a folder's weight files; an SltaError if files are missing or damaged."""
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
-        found = file_headers(folder / file)
-        if lost := [name for name in names if name not in found]:
+        headers = file_headers(folder / file)
+        if lost := [name for name in names if name not in headers]:
             raise SltaError(f"{folder / file} lacks {listed(lost)}, which the index expects there: get a sound copy.")
-        tensors.update({name: found[name] for name in names or found})
+        tensors.update({name: headers[name] for name in names or headers})
     return tensors
 
 

@@ -97,8 +97,8 @@ class Layout:
         for name, tensor in self._tensors.items():
             self._tied.setdefault(id(tensor), []).append(name)
         conversions = [] if model is None else get_model_conversion_mapping(model)
-        self._renamings = [found for found in conversions if isinstance(found, WeightRenaming)]
-        self._converters = [found for found in conversions if isinstance(found, WeightConverter)]
+        self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
         prefix = "" if model is None else model.base_model_prefix
         ordered = sorted(stored, key=dot_natural_key)  # the order in which transformers converts them
         respelled = [name for name in ordered if not self._enter(name, [name], loosely=False)]
@@ -112,10 +112,10 @@ class Layout:
             self.pieces[name] = Piece(name, (name,))
             self._sources[name] = _Source((name,), None, [self.pieces[name]])
             return True
-        found = self._found(name, names, loosely)
-        if found is None:
+        entry = self._piece(name, names, loosely)
+        if entry is None:
             return False
-        piece, converter = found
+        piece, converter = entry
         source = self._sources.get(piece.targets[0])
         if source is not None and (converter is None or source.converter is None or source.loosely != loosely):
             return False
@@ -126,7 +126,7 @@ class Layout:
         self.pieces[name] = piece
         return True
 
-    def _found(self, name: str, names: Iterable[str], loosely: bool) -> tuple[Piece, WeightConverter | None] | None:
+    def _piece(self, name: str, names: Iterable[str], loosely: bool) -> tuple[Piece, WeightConverter | None] | None:
         """What a stored tensor is to the model, and how it is converted; None if it is none of the model's."""
         assert self.model is not None
         prefix = self.model.base_model_prefix if loosely else None  # which transformers adds or takes away
@@ -139,7 +139,7 @@ class Layout:
             if pattern is None:
                 return Piece(name, (key,)), None
             renamed = apply_renamings(spelling, self._renamings)
-            converter = next(own for own in self._converters if own.rename_source_key(renamed)[1] == pattern)
+            converter = next(each for each in self._converters if each.rename_source_key(renamed)[1] == pattern)
             head = converter.target_patterns[0]
             targets = tuple(key.replace(head, target, 1) for target in converter.target_patterns)
             number = re.search(_numbered(pattern), renamed) if _by_expert(converter) else None
@@ -169,11 +169,6 @@ class Layout:
         first = [names[0] for names in self._tied.values()]
         return [name for name in first if name not in buffers and name not in self]
 
-    def stored_as(self, target: str) -> str | None:
-        """The name under which the checkpoint stores a tensor of the model as it is; None if it is converted."""
-        source = self._source(target)
-        return source.pieces[0].name if source is not None and source.converter is None else None
-
     def in_parts(self, target: str) -> bool:
         """Whether the parts of a mixture's tensor can be read one expert at a time."""
         source = self._source(target)
@@ -200,9 +195,9 @@ class Layout:
             whole = load(source.pieces[0].name)
             return whole if expert is None else whole[expert]
         one = expert is not None and _by_expert(source.converter)
-        pieces = [(own.pattern, own.name, partial(load, own.name)) for own in self.pieces_of(target, expert)]
-        found = self._converted(source.converter, source.targets[0], pieces)
-        whole = found[next(name for name in (target, *source.targets) if name in found)]
+        pieces = [(piece.pattern, piece.name, partial(load, piece.name)) for piece in self.pieces_of(target, expert)]
+        tensors = self._converted(source.converter, source.targets[0], pieces)
+        whole = tensors[next(name for name in (target, *source.targets) if name in tensors)]
         return whole if expert is None else whole[0 if one else expert]
 
     def restore(self, name: str, values: Values) -> torch.Tensor:
@@ -223,7 +218,7 @@ class Layout:
             tensor = values(target, piece.expert)
             given.append((pattern, target, tensor if piece.expert is None else tensor[None]))
             first = first or renamed
-        found = self._converted(reverse, first, given)
+        made = self._converted(reverse, first, given)
         wanted = piece.renamed
         if piece.expert is not None:
             assert piece.pattern is not None
@@ -232,17 +227,17 @@ class Layout:
             start, end = number.span("expert")
             wanted = f"{wanted[:start]}0{wanted[end:]}"  # the only part that was given
         assert self.model is not None
-        key = model_tensor_name(wanted, found, self.model.base_model_prefix)
-        assert key is not None, (name, wanted, list(found))
+        key = model_tensor_name(wanted, made, self.model.base_model_prefix)
+        assert key is not None, (name, wanted, list(made))
         # Reversing the conversion tells by the shapes alone, too, and sees the model's own.
-        exchanged = self.turned(name) and self._shapes[name] != tuple(found[key].shape)
-        return found[key].mT if exchanged else found[key]
+        exchanged = self.turned(name) and self._shapes[name] != tuple(made[key].shape)
+        return made[key].mT if exchanged else made[key]
 
     def turned(self, name: str) -> bool:
         """Whether a matrix is stored with its rows and columns exchanged."""
         piece = self.pieces.get(name)
         converter = self._sources[piece.targets[0]].converter if piece else None
-        if piece is None or converter is None or not any(isinstance(own, Transpose) for own in converter.operations):
+        if piece is None or converter is None or not any(isinstance(each, Transpose) for each in converter.operations):
             return False
         return name in self._shapes and self._shapes[name] != tuple(self._tensors[piece.targets[0]].shape)
 
@@ -250,13 +245,13 @@ class Layout:
         self, converter: WeightTransform, first: str, given: Iterable[tuple[str | None, str, Any]]
     ) -> dict[str, torch.Tensor]:
         """The results of a conversion by their names; ``given`` has a pattern, a name, and a tensor or its loader."""
-        own: Any = copy.deepcopy(converter)
+        conversion: Any = copy.deepcopy(converter)
         for pattern, name, tensor in given:
             assert pattern is not None
-            own.add_tensor(first, name, pattern, tensor)
+            conversion.add_tensor(first, name, pattern, tensor)
         assert self.model is not None
-        found = own.convert(first, model=self.model, config=self.model.config)
-        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in found.items()}
+        tensors = conversion.convert(first, model=self.model, config=self.model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in tensors.items()}
 
     def may_lack(self, other: Layout) -> set[str]:
         """The stored tensors that another checkpoint may lack: the base model's then stand for them.
@@ -265,8 +260,9 @@ class Layout:
         language model saved alone.
         """
         known = frozenset() if self.model is None else language_names(self.model)
-        towers = {name: own.targets for name, own in self.pieces.items() if known and not known.issuperset(own.targets)}
-        alone = not any(target in other for targets in towers.values() for target in targets)
+        targets = {name: piece.targets for name, piece in self.pieces.items()}
+        towers = {name: names for name, names in targets.items() if known and not known.issuperset(names)}
+        alone = not any(target in other for names in towers.values() for target in names)
         return {*self.outside, *(towers if alone else ())}
 
     def lacks(self, other: Layout) -> list[str]:

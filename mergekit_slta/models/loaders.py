@@ -27,13 +27,13 @@ class AsTheBase(LazyTensorLoader):
     What the expert may lack, such as a head that predicts several tokens, is the base model's then.
     """
 
-    def __init__(self, own: LazyTensorLoader, base: LazyTensorLoader, layout: Layout) -> None:
+    def __init__(self, expert: LazyTensorLoader, base: LazyTensorLoader, layout: Layout) -> None:
         self._missing = layout.pieces.keys() | set(layout.outside)
-        self._missing -= own.index.tensor_paths.keys()
-        known = own.index.tensor_paths | dict.fromkeys(self._missing, "")
-        super().__init__(replace(own.index, tensor_paths=known), own.lazy_unpickle)
-        self._layout, self._own, self._base = layout, Layout(layout.model, own.index.tensor_paths), base
-        self._of_base = layout.may_lack(self._own)
+        self._missing -= expert.index.tensor_paths.keys()
+        known = expert.index.tensor_paths | dict.fromkeys(self._missing, "")
+        super().__init__(replace(expert.index, tensor_paths=known), expert.lazy_unpickle)
+        self._layout, self._stored, self._base = layout, Layout(layout.model, expert.index.tensor_paths), base
+        self._of_base = layout.may_lack(self._stored)
 
     def get_tensor(
         self, key: str, device: str = "cpu", aliases: list[str] | None = None, raise_on_missing: bool = True
@@ -44,7 +44,7 @@ class AsTheBase(LazyTensorLoader):
         if key in self._of_base:
             return self._base.get_tensor(key, device)
         load = partial(super().get_tensor, device=device)
-        return self._layout.restore(key, lambda target, expert: self._own.read(target, load, expert))
+        return self._layout.restore(key, lambda target, expert: self._stored.read(target, load, expert))
 
 
 def adapt_loaders(layout: Layout, base: ModelReference, experts: Iterable[ModelReference]) -> None:

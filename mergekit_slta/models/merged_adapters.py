@@ -22,7 +22,7 @@ from peft.utils.other import get_pattern_key
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
-from mergekit_slta.models.adapters import adapter_folder, source_files, source_folders
+from mergekit_slta.models.adapters import source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
 from mergekit_slta.models.headers import ADAPTER_CONFIG, listed
 from mergekit_slta.models.skeleton import model_tensor_name
@@ -64,28 +64,28 @@ def merge_adapter(
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
-    cache = LoaderCache().hf_cache_dir
-    base, adapter = source_folders(self, cache)[0], adapter_folder(self.lora, cache)
+    base, adapter = source_folders(self, LoaderCache().hf_cache_dir)
+    assert adapter is not None
     content = [fingerprint_of(base, adapter), lora_merge_dtype, sorted(stamps(source_files(base, adapter)).values())]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                part = folder.with_name(f"{folder.name}.partial")
-                shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
-                try:
-                    model = get_auto_cls(self.config(trust_remote_code).architectures[0]).from_pretrained(
-                        self.model.path,
-                        revision=self.model.revision,
-                        dtype=dtype_from_name(lora_merge_dtype),
-                        trust_remote_code=trust_remote_code,
-                    )
-                    tensors = peft.load_peft_weights(str(adapter), device="cpu")
-                    adapted(model, self, adapter, tensors).merge_and_unload().save_pretrained(part)
-                    os.replace(part, folder)
-                finally:
-                    shutil.rmtree(part, ignore_errors=True)
+    part = folder.with_name(f"{folder.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return ModelReference(model=ModelPath(path=str(folder)))
+        shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
+        try:
+            model = get_auto_cls(self.config(trust_remote_code).architectures[0]).from_pretrained(
+                self.model.path,
+                revision=self.model.revision,
+                dtype=dtype_from_name(lora_merge_dtype),
+                trust_remote_code=trust_remote_code,
+            )
+            tensors = peft.load_peft_weights(str(adapter), device="cpu")
+            adapted(model, self, adapter, tensors).merge_and_unload().save_pretrained(part)
+            os.replace(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return ModelReference(model=ModelPath(path=str(folder)))
 
 
@@ -133,7 +133,7 @@ def adapted(
         config.inference_mode = True
         if is_meta and hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others compute with the weights
-        own = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+        mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
         if any(before != after for before, after in names.items()):
             _rename_targets(config, names)
         whole = peft.PeftModel(model, config, low_cpu_mem_usage=is_meta)
@@ -148,7 +148,7 @@ def adapted(
             raise ValueError(f"it adapts {_targets(loaded.unexpected_keys)}, which that model lacks")
         state = whole.state_dict(keep_vars=True)
         filled = {id(state[name]) for name in state.keys() - set(loaded.missing_keys)}  # some kinds share tensors
-        if lacking := [name for name in loaded.missing_keys if own and own in name and id(state[name]) not in filled]:
+        if lacking := [name for name in loaded.missing_keys if mark and mark in name and id(state[name]) not in filled]:
             raise ValueError(f"it lacks tensors of {_targets(lacking)}, which its {ADAPTER_CONFIG} names")
     return whole
 
@@ -157,7 +157,7 @@ def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.
     """What torch says about tensors of other shapes, in fewer words."""
     sizes = re.findall(r"size mismatch for (\S+): .*?\[(.*?)\].*?\[(.*?)\]", str(error))
     pairs = {pair for _, *both in sizes for pair in zip(*(shape.split(", ") for shape in both), strict=False)}
-    differing = {own: wanted for own, wanted in pairs if own != wanted}
+    differing = {given: wanted for given, wanted in pairs if given != wanted}
     rows = str(getattr(model.config.get_text_config(), "vocab_size", ""))
     if list(differing.values()) == [rows]:
         (trained,) = differing

@@ -105,7 +105,7 @@ def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
     for full_name, role in named.items():
         for ending in dotted_tails(full_name):
             endings.setdefault(ending, set()).add(role)
-    return {ending: next(iter(found)) for ending, found in endings.items() if len(found) == 1} | named
+    return {ending: next(iter(roles)) for ending, roles in endings.items() if len(roles) == 1} | named
 
 
 def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping[str, Role]:

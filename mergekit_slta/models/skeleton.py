@@ -1,9 +1,7 @@
 """A model without weights: transformers' own modules on the meta device, and how checkpoint names map onto them."""
 
 import copy
-import json
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
 import torch
 import transformers
@@ -11,7 +9,6 @@ from mergekit.common import get_auto_cls
 from transformers.initialization import no_init_weights
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.files import digest
 
 
 def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = False) -> transformers.PreTrainedModel:
@@ -44,44 +41,6 @@ def language_names(model: transformers.PreTrainedModel) -> frozenset[str]:
     parts = (model.get_decoder(), model.get_output_embeddings())
     paths = [name for name, module in model.named_modules() if any(module is part for part in parts)]
     return frozenset(name for name in model.state_dict() if any(name.startswith(f"{path}.") for path in paths))
-
-
-# Entries of a configuration that change nothing of what a trained model's layers compute, and parts of such entries'
-# names: names and versions, ids of tokens, what only training uses, what a forward pass returns beside its result, how
-# weights are stored. All others are compared, also those that nobody knows yet.
-_INERT = {
-    "_name_or_path", "architectures", "auto_map", "cache_implementation", "chunk_size_feed_forward", "dtype",
-    "gradient_checkpointing", "id2label", "initializer_factor", "initializer_range", "is_encoder_decoder", "label2id",
-    "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
-    "quantization_config", "return_dict", "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
-    "vocab_size",
-}  # fmt: skip
-_INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "token_id", "tokenizer")
-
-
-def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """The entries of a configuration that may decide what the decoder's layers compute."""
-    entries = config.get_text_config().to_dict().items()
-    return {
-        name: value for name, value in entries if name not in _INERT and not any(part in name for part in _INERT_PARTS)
-    }
-
-
-def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
-    """The entries of ``computation`` with a hash of each value; entries of nested tables have dotted names.
-
-    Hashes show which entries have changed without publishing the values, which may be paths. 1 and 1.0 are equal.
-    """
-    text = json.dumps(computation(config), default=str)
-    return dict(_hashed(json.loads(text, parse_int=float)))
-
-
-def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in entries.items():
-        if isinstance(value, dict) and value:
-            yield from _hashed(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", digest(value)[:12]
 
 
 # The beginnings of the names of a language tower's tensors, in checkpoints of multimodal models by several releases of

@@ -15,24 +15,15 @@ import torch
 
 from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.blend import Blend, blend
+from mergekit_slta.layers.blend import Alpha, Blend, blend
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import submodule_name
-from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.slta.calibrate import Grams, logit_grams
-from mergekit_slta.slta.features import LayerFeatures
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.levels import Parts
+from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
-
-
-def passes_per_sample(settings: int, levels: Sequence[str]) -> int:
-    """How many forward passes ``Interpolation`` takes; all layers, or all branches, count as one."""
-    runs = ("model" in levels) + ("layer" in levels) + bool({"attn_mlp", "head_mlp"} & {*levels})
-    return 1 + settings * runs
+BETWEEN = "a model between the base model and the experts"
 
 
 @dataclass
@@ -59,17 +50,16 @@ class Interpolation(Accumulator[Grams]):
         """The base model's stream; level ``model`` also needs each setting's own."""
         followed: list[Source] = [self.models[0]]
         if "model" in self.levels:
-            followed += [_model_at(setting, self.models) for setting in self.settings]
+            followed += [Blend(self.models, _everywhere(setting)) for setting in self.settings]
         return [[model] * len(self.tasks) for model in followed]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        is_whole = layer_submodules(self.decoder, "linear", layer) == [submodule_name(layer)]
-        no_runs = set[str]() if is_whole else {"linear"}
+        no_runs = {"linear"} if Parts.of(layer_submodules(self.decoder, "linear", layer)).maps else set[str]()
         features, maps = (
-            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in own])
-            for own in ({*self.levels} - no_runs, no_runs)
+            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in chosen])
+            for chosen in ({*self.levels} - no_runs, no_runs)
         )
         names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
         measured = {name: self._no_grams() for name in names}
@@ -88,7 +78,7 @@ class Interpolation(Accumulator[Grams]):
                     measured[name][rows] = self.settings @ grams @ self.settings.T
             streams.set_output(BASE, number, base.output, base.state)
             report(len(rows))
-        self._keep(measured)
+        self.grams |= of_all_ranks(measured, self.ranks, [BETWEEN] * len(self.settings))
         return {}
 
     def finish(self, streams: Streams, report: Progress) -> Grams:
@@ -96,29 +86,19 @@ class Interpolation(Accumulator[Grams]):
         if "model" in self.levels:
             edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
             points = [torch.zeros(len(self.models) - 1), *self.settings]
-            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(own, edges) for own in points))
-            self._keep({"model": gram})
+            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(point, edges) for point in points))
+            self.grams |= of_all_ranks({"model": gram}, self.ranks, [BETWEEN] * len(self.settings))
         return self.grams
 
     def _no_grams(self) -> torch.Tensor:
         samples, settings = sum(map(len, self.tasks)), len(self.settings)
         return torch.zeros(samples, settings, settings, dtype=torch.float64)
 
-    def _keep(self, measured: Grams) -> None:
-        """Sum the Gram matrices over the ranks, each of which holds its own samples, and keep them."""
-        for name, grams in measured.items():
-            self.grams[name] = self.ranks.sum(grams)
-            if not self.grams[name].isfinite().all():
-                raise SltaError(
-                    f"The features at {name} are not finite: the weights of an expert are so large that they overflow "
-                    "float32, leave the expert out or get a sound copy."
-                )
-
 
 def _at(setting: torch.Tensor, weights: Sequence[Weights]) -> dict[str, torch.Tensor]:
     """The tensors theta_0 + sum_t c_t tau_t of a setting c [T], from those of the base model and the experts."""
-    return blend(weights[0], weights[1:], lambda name: setting)
+    return blend(weights[0], weights[1:], _everywhere(setting))
 
 
-def _model_at(setting: torch.Tensor, models: Sequence[Checkpoint]) -> Blend:
-    return Blend(models, lambda name: setting)
+def _everywhere(setting: torch.Tensor) -> Alpha:
+    return lambda name: setting

@@ -31,20 +31,20 @@ class Value:
     @staticmethod
     def of(numbers: torch.Tensor) -> Value:
         """Summarize the numbers [n] that are not NaN."""
-        found = numbers[~numbers.isnan()]
-        if not len(found):
+        defined = numbers[~numbers.isnan()]
+        if not len(defined):
             return Value(math.nan, math.nan, 0)
-        return Value(float(found.mean()), float(found.std(correction=0)), len(found))
+        return Value(float(defined.mean()), float(defined.std(correction=0)), len(defined))
 
 
 def pool_values(values: Sequence[Value]) -> Value:
     """Mean and standard deviation of the numbers behind several values together."""
-    found = [value for value in values if value.n]
-    n = sum(value.n for value in found)
+    defined = [value for value in values if value.n]
+    n = sum(value.n for value in defined)
     if not n:
         return Value(math.nan, math.nan, 0)
-    mean = sum(value.n * value.mean for value in found) / n
-    variance = sum(value.n * (value.std**2 + (value.mean - mean) ** 2) for value in found) / n
+    mean = sum(value.n * value.mean for value in defined) / n
+    variance = sum(value.n * (value.std**2 + (value.mean - mean) ** 2) for value in defined) / n
     return Value(mean, math.sqrt(variance), n)
 
 
@@ -102,7 +102,7 @@ class Linearity(Paragraphs):
     def table(self, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
         """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
         short = dict(zip(self.experts, short_names(self.experts), strict=True))
-        columns = [" + ".join(short[own] for own in self.members.get(name, [name])) for name in names]
+        columns = [" + ".join(short[expert] for expert in self.members.get(name, [name])) for name in names]
         values = {metric: [self.pooled(metric, [name]) for name in names] for metric in metrics}
         rows = [
             [group + words, *(f"{plain_number(v[group].mean)} ± {plain_number(v[group].std)}" for v in values[metric])]

@@ -22,8 +22,8 @@ from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
-from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.statistics import versions
+from mergekit_slta.slta.statistics import Solution
+from mergekit_slta.slta.statistics_file import versions
 from mergekit_slta.tables import as_percentage
 
 CARD = "README.md"
@@ -92,7 +92,7 @@ def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         data.base_model_relation = "merge" if data.base_model else None
         tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", config.merge_method]
         data.tags = list(dict.fromkeys(tags))
-        sources = [*(own.get("calibration", "") for own in experts.values()), _kept_prompts(config)]
+        sources = [*(given.get("calibration", "") for given in experts.values()), _kept_prompts(config)]
         named = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources if is_dataset(source)]
         named = [name for name in named if not os.path.exists(name) and not files.is_private(name)]
         data.datasets = list(dict.fromkeys([*(data.datasets or []), *named])) or None
@@ -140,17 +140,18 @@ def _kept_prompts(config: MergeConfiguration) -> str:
 
 
 def _model_table(config: MergeConfiguration, solution: Solution | None) -> str:
-    experts = expert_parameters(config)
+    """A row for each model; columns in which no model has anything are left out."""
     kept = dict(zip(solution.models, solution.kept.tolist(), strict=True)) if solution else {}
-    lines = [["", "Model", "Calibration data", "Feature change kept"], ["---"] * 4]
+    models = [("Expert", expert, given.get("calibration", "")) for expert, given in expert_parameters(config).items()]
     if config.base_model:
-        source = _kept_prompts(config)
-        share = as_percentage(solution.base_kept) if solution and solution.keeps_base else ""
-        lines.append(["Base model", _linked(config.base_model), _code(source_name(source)) if source else "", share])
-    for expert, own in experts.items():
-        source, name = own.get("calibration", ""), published_name(expert)
-        share = as_percentage(kept[name]) if name in kept else ""
-        lines.append(["Expert", _linked(expert), _code(source_name(source)) if source else "", share])
+        models.insert(0, ("Base model", config.base_model, _kept_prompts(config)))
+        if solution and solution.keeps_base:
+            kept[published_name(config.base_model)] = solution.base_kept
+    lines = [["", "Model", "Calibration data", "Feature change kept"], ["---"] * 4]
+    for kind, model, source in models:
+        share = kept.get(published_name(model))
+        data = _code(source_name(source)) if source else ""
+        lines.append([kind, _linked(model), data, "" if share is None else as_percentage(share)])
     columns = [column for column in zip(*lines, strict=True) if any(column[2:])]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in zip(*columns, strict=True)

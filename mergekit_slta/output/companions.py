@@ -14,10 +14,11 @@ from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta import files
 from mergekit_slta.checks.tokenizers import GENERATION, end_of_turn, json_file, stop_ids
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import WEIGHT_FILES
@@ -44,8 +45,8 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         _write(folder / "config.json", config)
         if not made and not experiment.options.copy_tokenizer:
             return problems
-        written: Any = made or template
-        written = written and experiment.tokenizer(ModelReference(model=ModelPath(path=str(folder))))
+        merged = ModelReference(model=ModelPath(path=str(folder)))
+        written: Any = experiment.tokenizer(merged) if made or template else None
         if not made or written.get_vocab() == experiment.tokenizer(owner).get_vocab():
             problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
         if made or template:
@@ -65,12 +66,12 @@ def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator
     """Copy the files of a model that fit patterns, each in the place of an earlier one; say which could not be."""
     try:
         source = _folder(patterns, model)
-    except hub.HUB_ERRORS as error:
+        wanted = {file for pattern in patterns if pattern != CODE for file in source.glob(pattern)}
+        wanted |= {*code_of(source)} if CODE in patterns else set()
+    except (*hub.HUB_ERRORS, SltaError) as error:
         yield f"Copy {', '.join(patterns)} from {model} to {folder} yourself: {hub.reason(error)}."
         return
-    if not any(b'"auto_map"' in file.read_bytes() for file in source.glob("*config.json")):
-        patterns = [pattern for pattern in patterns if pattern != CODE]  # programs that are no model's
-    for file in sorted(file for pattern in patterns for file in source.glob(pattern)):
+    for file in sorted(wanted):
         copy = folder / file.relative_to(source)
         try:
             copy.parent.mkdir(exist_ok=True)
@@ -78,6 +79,19 @@ def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator
                 shutil.copyfile(file, beside)  # not its mode, which may forbid the next merge to write
         except OSError as error:
             yield f"Copy {file} to {copy} yourself: {first_line(error)}."
+
+
+def code_of(folder: Path) -> Iterator[Path]:
+    """The Python files of a model's own code: those that its configurations name, and what these import."""
+    for config in folder.glob("*config.json"):
+        with reading(config):
+            classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()
+            names = [name for given in classes for name in (given if isinstance(given, list) else [given]) if name]
+        for name in names:
+            module = folder / f"{name.rpartition('--')[2].partition('.')[0]}.py"
+            if module.is_file():
+                with reading(module):
+                    yield from (module, *map(Path, get_relative_import_files(module)))
 
 
 def restore(base: dict[str, Any], merged: dict[str, Any]) -> None:
@@ -129,6 +143,6 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
     """The files by which programs find a model's weights, and its chat template, in a folder, with inode and time."""
-    found = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
-    found += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
-    return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in found if file.is_file()}
+    entries = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
+    entries += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
+    return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in entries if file.is_file()}

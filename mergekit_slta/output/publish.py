@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import transformers
 from huggingface_hub import CommitOperationAdd, HfApi
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader
-from tqdm import tqdm
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta import files
 from mergekit_slta.checks.tensors import complete_checkpoints
@@ -26,8 +23,8 @@ from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import listed, open_model, weight_map
 from mergekit_slta.output import card
-from mergekit_slta.output.companions import PROCESSOR
-from mergekit_slta.output.finite import is_finite
+from mergekit_slta.output.companions import PROCESSOR, code_of
+from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.tables import Paragraphs, as_size
@@ -131,20 +128,20 @@ def publish(
     text = card.merge_card(folder, recipe.config, recipe.text)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
     pairs = contents.items()
-    sizes = tuple((name, len(own) if isinstance(own, bytes) else own.stat().st_size) for name, own in pairs)
+    sizes = tuple((name, len(file) if isinstance(file, bytes) else file.stat().st_size) for name, file in pairs)
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    found = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes), private)
+    publication = Publication(repository, sizes, tuple(sorted(present - contents.keys())), tuple(notes), private)
     if dry_run:
-        return found
+        return publication
     files.write(folder / card.CARD, text.encode())
-    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=own) for name, own in pairs]
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=file) for name, file in pairs]
     try:
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.HUB_ERRORS, RuntimeError) as error:
         raise SltaError(f"{repository} cannot be published: {hub.reason(error)}.") from error
-    return replace(found, address=done.repo_url.url)
+    return replace(publication, address=done.repo_url.url)
 
 
 def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, Recipe]:
@@ -162,7 +159,7 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
             )
         model = open_model(ModelReference(model=ModelPath(path=str(folder))), trust_remote_code)
         complete_checkpoints([model])
-        refuse(_values_that_are_not_finite(folder, quiet))
+        refuse(chain(*tensor_faults(folder, model.tensors, quiet).values()))
 
     def tokenizer() -> Any:
         with reading(f"The tokenizer in {folder}", fix="copy that of the base model"):
@@ -175,8 +172,8 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
             )
         return Recipe.load(folder / card.RECIPE)
 
-    *_, found, loaded = all_of([companions, weights, tokenizer, recipe])
-    return found, loaded
+    *_, opened, loaded = all_of([companions, weights, tokenizer, recipe])
+    return opened, loaded
 
 
 def _outside(folder: Path, paths: Iterable[Path]) -> Iterator[str]:
@@ -185,26 +182,10 @@ def _outside(folder: Path, paths: Iterable[Path]) -> Iterator[str]:
             yield f"{path} is a link to a file outside of {folder}: put the file itself in its place, or remove it."
 
 
-def _values_that_are_not_finite(folder: Path, quiet: bool) -> Iterator[str]:
-    loader = LazyTensorLoader.from_disk(str(folder))
-    for name in tqdm(loader.index.tensor_paths, desc="Checking", unit="tensor", leave=False, disable=quiet):
-        tensor = loader.get_tensor(name)
-        if tensor is not None and not is_finite(tensor, tensor.dtype):
-            yield f"The tensor {name} has values that are not finite: merge again, in 'dtype: float32'."
-
-
 def _published(folder: Path) -> list[Path]:
-    """The files beside the weights, the model's code among them: what its configurations name and what that imports."""
-    found = [path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()]
-    for config in [path for path in found if path.name.endswith("config.json")]:
-        with reading(config):
-            classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()
-            names = [name for given in classes for name in (given if isinstance(given, list) else [given]) if name]
-            modules = [folder / f"{name.rpartition('--')[2].partition('.')[0]}.py" for name in names]
-        for module in [module for module in modules if module.is_file()]:
-            with reading(module):
-                found += [module, *map(Path, get_relative_import_files(module))]
-    return list(dict.fromkeys(found))
+    """The files beside the weights, the model's code among them."""
+    beside = [path for pattern in PUBLISHED for path in folder.glob(pattern) if path.is_file()]
+    return list(dict.fromkeys([*beside, *code_of(folder)]))
 
 
 def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:

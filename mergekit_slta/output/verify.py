@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
+import transformers
 from mergekit.common import dtype_from_name
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
 
+from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.models.adapters import source_folders
+from mergekit_slta.errors import first_line
+from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES, source_folders
 from mergekit_slta.models.architecture import vocabulary_axes
-from mergekit_slta.models.headers import Headers, folder_headers
-from mergekit_slta.output.finite import is_finite
-from mergekit_slta.output.usable import lacking_files, loading_problems
+from mergekit_slta.models.checkpoint import is_finite
+from mergekit_slta.models.headers import Headers, Model, folder_headers, listed
+from mergekit_slta.output.companions import PROCESSOR
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
@@ -80,26 +84,22 @@ def verify(
     experiment = opened(recipe, options)
     folder, config = Path(merged).expanduser(), experiment.recipe.config
     require_finished(folder)
+    base = experiment.model(config.base_model or config.referenced_models()[0])
     stored, wanted = folder_headers(folder), _planned(experiment)
     lost = [name for name in wanted if name not in stored]
     strange = [name for name in stored if wanted and name not in wanted]
     names = [name for name in stored if name not in strange]
+    has_tokenizer = experiment.recipe.tokenizer_source is not None
+    resized = vocabulary_axes(experiment.layout, wanted, base.config) if wanted and has_tokenizer else ()
+    shapes = {name: header.shape for name, header in wanted.items() if name not in resized}
+    dtype = config.out_dtype or (config.dtype if wanted else None)
+    faults = tensor_faults(folder, names, experiment.quiet, shapes, dtype)
     problems = [f"The tensor {name} is missing." for name in lost]
     problems += [f"The tensor {name} does not belong to the model." for name in strange]
-    wrong = [*lost, *strange]
-    has_tokenizer = experiment.recipe.tokenizer_source is not None
-    resized = vocabulary_axes(experiment.layout, wanted, experiment.base.config) if wanted and has_tokenizer else ()
-    dtype = config.out_dtype or (config.dtype if wanted else None)
-    loader = LazyTensorLoader.from_disk(str(folder))
-    for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=experiment.quiet):
-        shape = None if name in resized or name not in wanted else wanted[name].shape
-        faults = list(_faults(name, loader.get_tensor(name), shape, dtype))
-        problems += faults
-        wrong += [name] * bool(faults)
-    reference = config.base_model or config.referenced_models()[0]
-    problems += loading_problems(experiment.model(reference), folder, wrong)
-    base_folder, _ = source_folders(reference, experiment.transformers_cache)
-    notes = lacking_files(base_folder, folder, has_tokenizer, bool(config.chat_template))
+    problems += [fault for sentences in faults.values() for fault in sentences]
+    problems += _loading_problems(base, folder, stored, {*lost, *strange, *faults})
+    base_folder, _ = source_folders(base.reference, experiment.transformers_cache)
+    notes = _lacking_files(base_folder, folder, has_tokenizer, bool(config.chat_template))
     return Verification(tuple(problems), len(names), tuple(notes))
 
 
@@ -111,15 +111,106 @@ def _planned(experiment: Experiment) -> Headers:
     return {name: experiment.stored[name] for name in (*layout.pieces, *layout.outside)}
 
 
-def _faults(name: str, merged: torch.Tensor, shape: tuple[int, ...] | None, dtype: str | None) -> Iterator[str]:
-    """What is wrong with a merged tensor, whose shape and data type are compared where the right ones are known."""
-    if dtype and merged.is_floating_point() and merged.dtype != dtype_from_name(dtype):
-        yield f"The tensor {name} is of type {_name(merged.dtype)}, not {_name(dtype_from_name(dtype))}."
-    if shape is not None and merged.shape != shape:
-        yield f"The tensor {name} has the shape {list(merged.shape)}, not {list(shape)}."
-    if not is_finite(merged, merged.dtype):
-        yield f"The tensor {name} has {int((~merged.double().isfinite()).sum())} values that are not finite."
+def tensor_faults(
+    folder: Path,
+    names: Iterable[str],
+    quiet: bool,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    dtype: str | None = None,
+) -> dict[str, list[str]]:
+    """What is wrong with tensors of a folder, by their names: values, and where it is known, shape and data type."""
+    faults: dict[str, list[str]] = {}
+    loader, wanted = LazyTensorLoader.from_disk(str(folder)), dtype_from_name(dtype)
+    for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=quiet):
+        tensor, shape = loader.get_tensor(name), (shapes or {}).get(name)
+        sentences = []
+        if wanted and tensor.is_floating_point() and tensor.dtype != wanted:
+            sentences.append(f"The tensor {name} is of type {_name(tensor.dtype)}, not {_name(wanted)}.")
+        if shape is not None and tensor.shape != shape:
+            sentences.append(f"The tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}.")
+        if not is_finite(tensor):
+            count = int((~tensor.double().isfinite()).sum())
+            sentences.append(f"The tensor {name} has {count} values that are not finite: merge in 'dtype: float32'.")
+        if sentences:
+            faults[name] = sentences
+    return faults
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collection[str]) -> Iterator[str]:
+    """Say how transformers loads a merged folder onto the meta device, which reads no weights.
+
+    Also named are tensors that transformers ignores, such as those of a head that predicts several tokens, where the
+    base model has them and the folder does not. Those in ``named`` have been reported.
+    """
+    if base.built is None:
+        return
+    layout = base.layout(base)
+    kind: Any = type(base.built)
+    try:
+        with _silent_transformers():
+            _, info = kind.from_pretrained(
+                folder,
+                trust_remote_code=base.trust_remote_code,
+                device_map="meta",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:  # of any kind, as transformers reads the folder by code of many models
+        yield f"transformers cannot load the folder ({first_line(error)})."
+        return
+    if missing := sorted(name for name in info["missing_keys"] if name in layout and name not in named):
+        yield f"transformers does not find {listed(missing)} in the folder, and would draw them at random."
+    if mismatched := sorted({name for name, *_ in info["mismatched_keys"]} - {*named}):
+        yield f"{listed(mismatched)} have other shapes than the folder's config.json says."
+    if unexpected := sorted({*info["unexpected_keys"]} & stored.keys() - {*base.tensors, *named}):
+        yield f"transformers does not know {listed(unexpected)}, which {base} does not have."
+    if lost := sorted(name for name in layout.outside if name not in stored and name not in named):
+        yield (
+            f"{listed(lost)} of {base} are missing: transformers does without them, but programs that predict several "
+            "tokens at once do not."
+        )
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Keep transformers' table of missing keys and its progress bar off the screen."""
+    log = transformers.utils.logging
+    level, shown = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(log.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if shown:
+            log.enable_progress_bar()
+
+
+def _lacking_files(base: Path, folder: Path, has_tokenizer: bool, has_template: bool) -> Iterator[str]:
+    """Name files of the base model's folder that a merged folder lacks and that converters and servers read.
+
+    Args:
+        base: the base model's folder.
+        folder: the merged folder.
+        has_tokenizer: whether the recipe gives the merge a tokenizer of its own.
+        has_template: whether the recipe gives it a chat template.
+    """
+    wanted = {file.name for pattern in PROCESSOR for file in base.glob(pattern)}
+    if not has_tokenizer:
+        wanted |= {GENERATION, "tokenizer.model"}
+        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json")):
+            wanted |= {*TOKENIZER_FILES[:2]}
+    if lacking := sorted(name for name in wanted if (base / name).is_file() and not (folder / name).is_file()):
+        yield f"{listed(lacking)} of {base} are not in the folder: copy them for programs that convert or serve it."
+    if not has_template and _has_template(base) and not _has_template(folder):
+        yield f"{base} has a chat template and the folder has none: copy {CHAT_TEMPLATES[0]}."
+
+
+def _has_template(folder: Path) -> bool:
+    settings = folder / TOKENIZER_FILES[0]
+    inside = settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
+    return inside or any((folder / name).is_file() for name in CHAT_TEMPLATES)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
-
-Input: TypeAlias = InputModelDefinition | InputSliceDefinition
 
 
 def output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
@@ -17,11 +15,11 @@ def output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
     return [*(config.slices or []), *(output for module in modules for output in module.slices or [])]
 
 
-def model_inputs(config: MergeConfiguration) -> list[Input]:
+def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | InputSliceDefinition]:
     """Every mention of a model under ``models``, ``slices`` or ``modules``, in the recipe's order."""
-    modules = list((config.modules or {}).values())
-    models: list[Input] = [*(config.models or []), *(entry for module in modules for entry in module.models or [])]
-    return models + [source for output in output_slices(config) for source in output.sources]
+    of_modules = (entry for module in (config.modules or {}).values() for entry in module.models or [])
+    of_slices = (source for output in output_slices(config) for source in output.sources)
+    return [*(config.models or []), *of_modules, *of_slices]
 
 
 def expert_references(config: MergeConfiguration) -> list[ModelReference]:
@@ -30,16 +28,10 @@ def expert_references(config: MergeConfiguration) -> list[ModelReference]:
     return [model for model in named if model != config.base_model]
 
 
-def shared_parameters(config: MergeConfiguration) -> dict[str, Any]:
-    """The parameters for the whole merge of a recipe with at most one slice, whose own parameters take precedence."""
-    slices = output_slices(config)
-    return {**(config.parameters or {}), **(slices[0].parameters or {} if slices else {})}
-
-
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
     """Each expert's parameters: the shared ones, overridden by its own."""
-    own = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
-    return {model: {**shared_parameters(config), **own[model]} for model in expert_references(config)}
+    given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
+    return {model: {**(config.parameters or {}), **given[model]} for model in expert_references(config)}
 
 
 def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
@@ -48,19 +40,12 @@ def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
     return dict(next(filter(None, given), {}))
 
 
-class ParameterTable(NamedTuple):
-    """One ``parameters:`` table of a recipe: its place for error messages, and the model that it belongs to, if any."""
-
-    where: str
-    parameters: Mapping[str, Any]
-    model: ModelReference | None = None
-
-
-def parameter_tables(config: MergeConfiguration) -> Iterator[ParameterTable]:
-    yield ParameterTable("the recipe's parameters", config.parameters or {})
+def parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
+    """Every ``parameters:`` table: its place for error messages, what it holds, and the model that it is of, if any."""
+    yield "the recipe's parameters", config.parameters or {}, None
     for name, module in (config.modules or {}).items():
-        yield ParameterTable(f"the parameters of the module {name}", module.parameters or {})
+        yield f"the parameters of the module {name}", module.parameters or {}, None
     for output in output_slices(config):
-        yield ParameterTable("the parameters of a slice", output.parameters or {})
+        yield "the parameters of a slice", output.parameters or {}, None
     for entry in model_inputs(config):
-        yield ParameterTable(f"the parameters of {entry.model}", entry.parameters or {}, entry.model)
+        yield f"the parameters of {entry.model}", entry.parameters or {}, entry.model

@@ -18,7 +18,8 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.draw import CalibrationData, CalibrationSource
+from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
@@ -33,7 +34,6 @@ from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.loaders import adapt_loaders
 from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
-from mergekit_slta.recipe.samples import Samples
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -65,6 +65,7 @@ class Experiment:
 
     Attributes:
         device: where the layers run.
+        drawn: the calibration samples that were drawn, by task and number.
 
     Raises:
         SltaError: the file cannot be read.
@@ -79,13 +80,10 @@ class Experiment:
         self.options = MergeOptions(**in_recipes_type(plain_values(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
-        self._models: dict[ModelReference, Model | SltaError] = {}
+        self.drawn: dict[tuple[Task, int], CalibrationData] = {}
+        self._models: dict[ModelReference, Model] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
-
-    @property
-    def trust_remote_code(self) -> bool:
-        return self.options.trust_remote_code
 
     @property
     def transformers_cache(self) -> str | None:
@@ -104,15 +102,11 @@ class Experiment:
     # Models
 
     def model(self, reference: ModelReference) -> Model:
-        """A model's configuration and the headers of its files; see ``open_model``, which is called once for each."""
+        """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
-            try:
-                self._models[reference] = open_model(reference, self.trust_remote_code, self.transformers_cache)
-            except SltaError as error:
-                self._models[reference] = error
-        if isinstance(found := self._models[reference], SltaError):
-            raise found
-        return found
+            trusted, cache = self.options.trust_remote_code, self.transformers_cache
+            self._models[reference] = open_model(reference, trusted, cache)
+        return self._models[reference]
 
     @property
     def pairs(self) -> list[tuple[Model, Model]]:
@@ -132,7 +126,7 @@ class Experiment:
 
     def checkpoint(self, reference: ModelReference) -> Checkpoint:
         """A model's weights."""
-        checkpoint = Checkpoint(reference, self.trust_remote_code)
+        checkpoint = Checkpoint(reference, self.options.trust_remote_code)
         checkpoint.config = self.model(reference).config
         return checkpoint
 
@@ -141,17 +135,9 @@ class Experiment:
         """The base model's decoder, without weights, traced on the CPU.
 
         Raises:
-            SltaError: the base model cannot be opened or is not a decoder-only language model, or a slice of the recipe
-                does not cover all of its layers.
+            SltaError: the base model cannot be opened or is not a decoder-only language model.
         """
-        decoder = trace(self.model(self.recipe.base).config, self.trust_remote_code)
-        for source in (source for output in self.recipe.config.slices or () for source in output.sources):
-            if tuple(source.layer_range) != (0, len(decoder)):
-                raise SltaError(
-                    f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of "
-                    f"{len(decoder)}: only whole models can be calibrated, list the experts under 'models'."
-                )
-        return decoder
+        return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
 
     @cached_property
     def layout(self) -> Layout:
@@ -166,29 +152,13 @@ class Experiment:
 
     @property
     def in_slices(self) -> bool:
-        """Whether the recipe leaves layers out or repeats them, or names mergekit's modules, so that mergekit plans."""
-        config, depth = self.recipe.config, self.model(self.recipe.base).size("num_hidden_layers")
-        ranges = {tuple(source.layer_range) for output in config.slices or () for source in output.sources}
-        return bool(config.modules) or len(config.slices or ()) > 1 or not ranges <= {(0, depth)}
+        """Whether the recipe has slices or modules, whose tensors mergekit plans by itself."""
+        return not self.recipe.config.models
 
     @cached_property
     def architecture(self) -> ModelArchitecture | None:
-        """The architecture by which mergekit merges all tensors of the base model's checkpoint.
-
-        None where mergekit's own decides, because the recipe is ``in_slices``.
-
-        Raises:
-            SltaError: the recipe has one slice of all layers, but the model has several stacks of layers.
-        """
-        if self.in_slices:
-            return None
-        found = architecture_of(self.layout, self.stored, self.base.config)
-        if self.recipe.config.slices and len(found.modules) > 1:
-            raise SltaError(
-                f"{self.base} has several stacks of layers, of which mergekit takes no slices: list the models under "
-                "'models'."
-            )
-        return found
+        """The architecture by which mergekit merges all tensors of the base model's checkpoint, but not of slices."""
+        return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
 
     def adapt_loaders(self) -> None:
         """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""
@@ -202,8 +172,8 @@ class Experiment:
         self.ranks.together(self._open_all)
 
     def _open_all(self) -> None:
-        for reference in self.recipe.references:
-            Checkpoint(reference, self.trust_remote_code).open()
+        for model in (self.base, *self.experts):
+            model.open()  # from now on changes of its files are noticed
 
     def check_edges(self, experts: bool) -> None:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
@@ -226,10 +196,26 @@ class Experiment:
 
     # Data
 
-    @cached_property
-    def samples(self) -> Samples:
-        """Draws the tasks' samples."""
-        return Samples(self.settings, self._samples_tokenizer(), self.tokenizer, self.quiet)
+    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
+        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
+        key = task, count or self.settings.samples
+        if key not in self.drawn:
+            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
+        return self.drawn[key]
+
+    def held_out(self, task: Task, count: int) -> CalibrationData:
+        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
+        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
+
+    def _source(self, task: Task, source: str) -> CalibrationSource:
+        if self.quiet and is_dataset(source):
+            import datasets  # slow to import, and most recipes name files
+
+            datasets.disable_progress_bars()
+        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
+        return CalibrationSource(
+            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
+        )
 
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
@@ -239,7 +225,7 @@ class Experiment:
                 self._tokenizers[reference] = AutoTokenizer.from_pretrained(
                     str(adapter or reference.model.path),
                     revision=None if adapter else reference.model.revision,
-                    trust_remote_code=self.trust_remote_code,
+                    trust_remote_code=self.options.trust_remote_code,
                     cache_dir=self.transformers_cache,
                 )
         return self._tokenizers[reference]
@@ -252,9 +238,12 @@ class Experiment:
             return None
         names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
-            return build_tokenizer(*names, self.trust_remote_code, tokens)  # its progress bar cannot be switched off
+            return build_tokenizer(
+                *names, self.options.trust_remote_code, tokens
+            )  # its progress bar cannot be switched off
 
-    def _samples_tokenizer(self) -> PreTrainedTokenizerBase:
+    @cached_property
+    def samples_tokenizer(self) -> PreTrainedTokenizerBase:
         """The merged model's tokenizer if all models that run on the samples have its ids, else the base model's."""
         if (aligned := self.aligned) is None:
             return self.tokenizer(self.recipe.base)
@@ -285,7 +274,7 @@ class Experiment:
 
     def _readable(self, task: Task, count: int | None) -> CalibrationData:
         """A task's samples, which the models that run on them can read."""
-        base, drawn = self.model(self.recipe.base), self.samples.of(task, count)
+        base, drawn = self.model(self.recipe.base), self.samples(task, count)
         highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
@@ -320,13 +309,9 @@ def require_device(name: str) -> None:
         ) from error
 
 
-def opened(recipe: RecipeOrFile | Experiment, options: Options, *, any_device: bool = False) -> Experiment:
-    """The experiment of a recipe; one that is opened keeps its options.
-
-    ``any_device``: a device that cannot compute is for the checks to refuse.
-    """
+def opened(recipe: RecipeOrFile | Experiment, options: Options) -> Experiment:
+    """The experiment of a recipe, on a device that can compute; one that is opened keeps its options."""
     if isinstance(recipe, Experiment):
         return recipe
-    if not any_device:
-        require_device(str(options.get("device", "cpu")))
+    require_device(str(options.get("device", "cpu")))
     return Experiment(recipe, **options)

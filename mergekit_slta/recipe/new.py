@@ -9,24 +9,17 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import yaml
 
 from mergekit_slta.data.prompts import TOPICS
-from mergekit_slta.data.records import has_known_fields
-from mergekit_slta.data.sources import is_dataset, read_records
 from mergekit_slta.errors import SltaError
 
 METHODS = ("slta", "featcal", "actmat", "sftm")
 WITH_DATA = METHODS[:2]
-
-# Usual names of the fields that hold a task and its answer, where a data set does not have one of the known pairs.
-_ASKED = ("question", "problem", "query", "prompt", "instruction", "input", "source", "q")
-_ANSWERED = ("answer", "solution", "response", "output", "completion", "target", "label", "a")
 
 # What an expert's name or card tells of the topics of its prompts, two or three of them, so that there are 50 or more.
 _SUGGESTED = {
@@ -40,14 +33,8 @@ _SUGGESTED = {
 _GENERAL = ("instructions", "chat", "explaining")  # what a base model should not forget
 
 _RECIPE = """\
-{% macro data(source, template) %}
-      calibration: {{ source|quoted }}
-{% if template %}
-      template: {{ template|quoted }}   # proposed from the file's fields: how a record becomes text
-{% endif %}
-{% endmacro %}
 {% set learners = experts|length ~ ' experts' if experts|length > 1 else 'one expert' %}
-{% if keep %}
+{% if kept %}
 # Take what {{ learners }} learned, and keep what the base model {{ base }} can.
 {% else %}
 # A merge of {{ learners }} with {{ base }} as their base model.
@@ -72,7 +59,7 @@ merge_method: sftm      # every matrix is merged through its singular features, 
 {% endif %}
 base_model: {{ base|scalar }}
 models:
-{% for expert, source, template in experts %}
+{% for expert, source in experts %}
   - model: {{ expert|scalar }}
     parameters:
 {% if with_data %}
@@ -80,21 +67,19 @@ models:
       # Prompts of this expert's own task, with answers, 60 or more: 30 calibrate, the rest is for `evaluate`. A file
       # (.jsonl, .json, .csv, .parquet or .txt with a sample on each line), or a dataset of the Hub,
       # "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
-{% if not template %}
       # template: "{question} {answer}"   # how a record becomes text, where its fields have other names than usual
 {% endif %}
-{% endif %}
-{{ data(source, template)|trim("\n") }}
+      calibration: {{ source|quoted }}
 {% else %}
       weight: 1.0         # {{ "how much the expert counts" if method == "actmat" else "multiplies its change" }}
 {% endif %}
 {% endfor %}
-{% if keep %}
+{% if kept %}
   - model: {{ base|scalar }}
     parameters:
       # Prompts, with answers, of what the base model can do and the merge should not forget, 60 or more: your own
       # chats, or a general instruction dataset. Without them, delete this entry.
-{{ data(keep[1], keep[2])|trim("\n") }}
+      calibration: {{ kept[0]|quoted }}
       weight: 1.0         # more keeps more of the base model, less gains more of the expert; 0 leaves it out
 {% endif %}
 parameters:
@@ -130,37 +115,30 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
         experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``. A folder that is
             there is written with a leading ``./``, which mergekit does not look up on the Hub.
         method: the merge method; by default ``featcal`` for one expert and ``slta`` for several.
-        calibration: the experts' calibration sources in their order, and after them that of the base model, if any. Of
-            a file whose fields have unusual names, a template is proposed; datasets of the Hub are not asked for.
+        calibration: the experts' calibration sources in their order, and after them that of the base model, if any.
 
     Returns:
         The recipe as YAML. Without calibration sources it names files of the models' answers, and above it are the
         commands that write them; ``check`` says which are missing.
 
     Raises:
-        SltaError: a model is missing or named twice, the calibration sources are not as many as the models that need
-            one, or a calibration file cannot be read.
+        SltaError: a model is missing or named twice, or the calibration sources are not as many as the models that
+            need one.
     """
-    if not experts:
-        raise SltaError("A merge needs at least one expert: name the models that were fine-tuned from the base model.")
     base, *experts = map(_local, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
     method = method or ("featcal" if len(experts) == 1 else "slta")
-    if method not in METHODS:
-        raise SltaError(f"'{method}' is not one of {', '.join(METHODS)}.")
     _require_sources(method, len(experts), len(calibration))
     commands = _questions((*experts, base)) if method in WITH_DATA and not calibration else {}
-    tasks = [(source, proposed_template(source)) for source in calibration] or [(file, "") for file in commands]
-    tasks += [("", "")] * (len(experts) - len(tasks))
-    if method in WITH_DATA and len(experts) == 1 == len(tasks):
-        tasks.append(("", ""))  # of the base model
-    rows = [(name, *task) for name, task in zip((*experts, base), tasks, strict=False)]
+    sources = [*calibration] or [*commands] or [""] * len(experts)
+    if method in WITH_DATA and len(experts) == 1 == len(sources):
+        sources.append("")  # of the base model
     environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
-    keep = rows[len(experts)] if len(rows) > len(experts) else None
+    rows, kept = list(zip(experts, sources, strict=False)), sources[len(experts) :]
     return environment.from_string(_RECIPE).render(
-        {"base": base, "experts": rows[: len(experts)], "keep": keep, "method": method, "topics": TOPICS},
+        {"base": base, "experts": rows, "kept": kept, "method": method, "topics": TOPICS},
         with_data=method in WITH_DATA,
         commands=commands.values(),
     )
@@ -207,28 +185,6 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
             "for each expert, in their order, and once more, all records in one file, for what the base model could "
             "and the merge should keep."
         )
-
-
-def proposed_template(source: str) -> str:
-    """Propose a template for a calibration file whose fields have unusual names.
-
-    Returns:
-        A template of the fields that seem to hold task and answer, or else of all fields that hold text; "" for records
-        that need none, and for a dataset, which would have to be downloaded.
-
-    Raises:
-        SltaError: the file cannot be read.
-    """
-    record: Mapping[str, Any] = {} if is_dataset(source) else read_records(source)[0]
-    if not record or has_known_fields(record):
-        return ""
-    fields = [field for field in record if field.isidentifier()]
-    asked, answered = (
-        next((field for name in names for field in fields if field.lower() == name), None)
-        for names in (_ASKED, _ANSWERED)
-    )
-    texts = [field for field in fields if isinstance(record[field], str) and record[field].strip()]
-    return "\n".join(f"{{{field}}}" for field in ((asked, answered) if asked and answered else texts))
 
 
 def _local(name: str) -> str:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, first_line, one_line, refuse, suggestion
 from mergekit_slta.files import published_path
-from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
+from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references
 from mergekit_slta.recipe.settings import (
     SETTINGS,
     CalibratedExpert,
@@ -66,15 +66,12 @@ class Recipe:
     Attributes:
         config: the recipe as mergekit reads it.
         text: its YAML.
-        content: the parsed YAML; None if the recipe did not come from a text.
+        content: the parsed YAML.
 
     Raises:
         SltaError: mergekit cannot read it. What is wrong with its text raises when ``base``, ``experts`` or
             ``settings`` is used.
     """
-
-    config: MergeConfiguration
-    content: Any
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         if not isinstance(content, Mapping):
@@ -111,20 +108,13 @@ class Recipe:
         recipe._parse(text, name)
         return recipe
 
-    @classmethod
-    def from_config(cls, config: MergeConfiguration, content: Any = None) -> Recipe:
-        """Make a recipe from a configuration that mergekit has read."""
-        recipe = cls.__new__(cls)
-        recipe.config, recipe.content = config, content
-        return recipe
-
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:
         """The same recipe with another statistics file and, if one is given, level, where its method takes a file."""
         method = SETTINGS.get(self.config.merge_method)
         if method is None or "statistics" not in method.model_fields:
             return self
-        parameters = {**(self.config.parameters or {}), "statistics": file, **({"level": level} if level else {})}
-        return self.from_config(self.config.model_copy(update={"parameters": parameters}), self.content)
+        parameters = {**(self.content.get("parameters") or {}), "statistics": file}
+        return Recipe({**self.content, "parameters": parameters | ({"level": level} if level else {})})
 
     def _parse(self, text: str, name: object) -> None:
         try:
@@ -139,10 +129,6 @@ class Recipe:
             raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
         except Exception as error:  # from mergekit's own checks
             raise SltaError(f"{name} is no mergekit recipe: {first_line(error)}.") from None
-
-    @cached_property
-    def text(self) -> str:
-        return self.config.to_yaml()
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
@@ -169,7 +155,7 @@ class Recipe:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
         self.require_sound()
         given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        shared = {key: value for key, value in shared_parameters(self.config).items() if key == "template"}
+        shared = {"template": (self.config.parameters or {}).get("template", "")}
         keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
         return keep if keep and keep.weight else None
 
@@ -187,7 +173,7 @@ class Recipe:
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
         self.require_sound()
-        return _table(self.method, shared_parameters(self.config))
+        return _table(self.method, self.config.parameters or {})
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings of that kind; an SltaError if the recipe is wrong, or for another method."""
@@ -250,8 +236,10 @@ def _plain(value: Any) -> Any:
 def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:
     """A table of parameters; a gradient or filters, which only mergekit evaluates, leave a default."""
     names = {field.alias or name for name, field in kind.model_fields.items()}
-    values = {name: value for name, value in given.items() if isinstance(value, (str, int, float, bool))}
-    return kind.model_validate({name: value for name, value in values.items() if name in names})
+    scalar = (str, int, float, bool)
+    return kind.model_validate(
+        {key: value for key, value in given.items() if key in names and isinstance(value, scalar)}
+    )
 
 
 # What functions take for a recipe.
@@ -333,7 +321,7 @@ def data_of(recipe: Recipe) -> Recipe:
     if config.base_model is None:
         raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
     tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
-    shared = {name: value for name, value in shared_parameters(config).items() if name in names}
+    shared = {name: value for name, value in (config.parameters or {}).items() if name in names}
     models = [
         {"model": str(model), "parameters": {name: table[name] for name in SOURCES if name in table}}
         for model, table in tables.items()

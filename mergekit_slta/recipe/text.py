@@ -11,46 +11,34 @@ from typing import Any
 import yaml
 from mergekit._data import chat_templates
 from mergekit.common import ModelReference
-from mergekit.config import (
-    ConditionalParameter,
-    InputModelDefinition,
-    InputSliceDefinition,
-    MergeConfiguration,
-    OutputSliceDefinition,
-)
+from mergekit.config import ConditionalParameter, InputModelDefinition, MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ValidationError
 
 from mergekit_slta.errors import SltaError, one_line, suggestion
-from mergekit_slta.recipe.configuration import (
-    ParameterTable,
-    base_parameters,
-    expert_references,
-    model_inputs,
-    parameter_tables,
-)
+from mergekit_slta.recipe.configuration import base_parameters, expert_references, model_inputs, parameter_tables
 from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 
 
-def faults(config: MergeConfiguration, content: Any, settings: type[MethodSettings]) -> Iterator[str]:
-    """Everything that is wrong with a recipe's text, whose parsed YAML is ``content``, if it came from a text."""
+def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
+    """Everything that is wrong with a recipe's text, whose parsed YAML is ``content``."""
     yield from _keys(content, settings)
     method = settings.method
     if not config.base_model:
         yield f"The recipe has no base_model: '{method}' needs the model that the experts were fine-tuned from."
-    if settings.runs_models:
-        yield from _structure(config, method)
+    if settings.runs_models and not config.models:
+        place = "modules" if config.modules else "slices"
+        yield f"'{method}' merges whole models: list the experts under 'models', not in '{place}'."
     yield from _inputs(config)
-    own, of_base = ({spec.name: spec for spec in found(settings)} for found in (parameter_specs, base_specs))
-    for table in parameter_tables(config):
-        is_base = table.model is not None and table.model == config.base_model
+    for where, table, model in parameter_tables(config):
+        is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
-        specs = {**own, **of_base} if is_base else own
-        yield from _parameters(table, specs, settings)
+        known = {spec.name: spec for spec in (*parameter_specs(settings), *(base_specs(settings) if is_base else ()))}
+        yield from _parameters(where, table, model is not None, known, settings)
     yield from _data_types(config)
     yield from _chat_template(config)
 
@@ -79,33 +67,15 @@ def yaml_fault(error: Exception) -> str:
 
 
 def misshapen(error: ValidationError) -> str:
-    """The places of a recipe that hold something else than mergekit reads there, in a sentence."""
-    said: dict[str, str] = {}
-    for entry in error.errors():
-        place, rule, value = entry["loc"], entry["msg"].removeprefix("Input ").split(" or instance")[0], entry["input"]
-        if "parameters" in place[:-2]:  # mergekit says of each kind of value that the parameter is not of it
-            place = place[: place.index("parameters") + 2]
-            rule = "should be one value, a list or filters"
-        where = f"'{'.'.join(map(str, place))}'" if place else "it"
-        if rule == "Field required":
-            said[where] = f"{where} is missing"
-        else:
-            found = "nothing" if value is None else repr(value)
-            said.setdefault(where, f"{where} {rule.replace('dictionary', 'table')}, not {found}")
-    return "; ".join(said.values()) + "."
-
-
-def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
-    """A recipe that is not a merge of whole models, for a method that merges only these."""
-    slices = config.slices or []
-    if config.modules:
-        yield f"'{method}' does not take 'modules': list the experts under 'models'."
-    elif len(slices) > 1:
-        yield f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."
-    elif slices and slices[0].base_model not in (None, config.base_model):
-        yield "The slice has its own base_model: move it to the top of the recipe."
-    elif slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
-        yield f"The slice lacks the base model {config.base_model}: list the experts under 'models'."
+    """The first place of a recipe that holds something else than mergekit reads there, in a sentence."""
+    first = error.errors()[0]
+    place, rule = first["loc"], first["msg"].removeprefix("Input ").split(" or instance")[0]
+    if "parameters" in place[:-2]:  # mergekit says of each kind of value that the parameter is not of it
+        place, rule = place[: place.index("parameters") + 2], "should be one value, a list or filters"
+    where = f"'{'.'.join(map(str, place))}'" if place else "it"
+    if rule == "Field required":
+        return f"{where} is missing."
+    return f"{where} {rule.replace('dictionary', 'table')}, not {first['input']!r}."
 
 
 def _inputs(config: MergeConfiguration) -> Iterator[str]:
@@ -137,33 +107,37 @@ def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Itera
 
 
 def _parameters(
-    table: ParameterTable, specs: Mapping[str, ParameterSpec], settings: type[MethodSettings]
+    where: str,
+    table: Mapping[str, Any],
+    of_model: bool,
+    known: Mapping[str, ParameterSpec],
+    settings: type[MethodSettings],
 ) -> Iterator[str]:
     """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
-    for name, setting in table.parameters.items():
-        if table.model is not None and name in specs and specs[name].scope == ParameterScope.SHARED:
+    here = [name for name, spec in known.items() if not of_model or spec.scope != ParameterScope.SHARED]
+    for name, setting in table.items():
+        if name in known and name not in here:
             yield (
-                f"'{name}' in {table.where} has no effect: it is one value for the whole merge, so move it to the "
+                f"'{name}' in {where} has no effect: it is one value for the whole merge, so move it to the "
                 "'parameters' of the recipe."
             )
-        elif name == "weight" and name not in specs:
+        elif name == "weight" and name not in known:
             yield (
-                f"'weight' in {table.where} has no effect: the method solves the experts' weights, so leave it out; "
-                "the base model's own entry under 'models' takes one."
+                f"'weight' in {where} has no effect: the method solves the experts' weights, so leave it out; the base "
+                "model's own entry under 'models' takes one."
             )
-        elif name not in specs:
-            here = [own for own, spec in specs.items() if not table.model or spec.scope != ParameterScope.SHARED]
+        elif name not in known:
             hint = suggestion(name, here) or f"; the known ones are {', '.join(sorted(here))}."
-            yield f"Unknown parameter '{name}' in {table.where}{hint}"
+            yield f"Unknown parameter '{name}' in {where}{hint}"
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             fix = "; put all records into one file" if name == "calibration" else ""
-            yield f"'{name}' in {table.where} must be one value for the whole merge, not a list or a filter{fix}."
+            yield f"'{name}' in {where} must be one value for the whole merge, not a list or a filter{fix}."
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
                 try:
-                    specs[name].validate(value)
+                    known[name].validate(value)
                 except SltaError as error:
-                    yield error.message.replace(f"'{name}'", f"'{name}' in {table.where}", 1)
+                    yield error.message.replace(f"'{name}'", f"'{name}' in {where}", 1)
 
 
 def _values(setting: Any) -> Iterator[Any]:
@@ -193,29 +167,15 @@ def _data_types(config: MergeConfiguration) -> Iterator[str]:
             yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
 
 
-def _keys(content: Any, settings: type[MethodSettings]) -> Iterator[str]:
+def _keys(content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
     """Keys of a recipe's YAML that look like a mistake and that mergekit silently ignores."""
-    if not isinstance(content, Mapping):
-        return
-    tables: list[tuple[Mapping[str, Any], type[BaseModel]]] = [(content, MergeConfiguration)]
-    tables += [(entry, InputModelDefinition) for entry in _entries(content, "models")]
-    for output in _entries(content, "slices"):
-        tables.append((output, OutputSliceDefinition))
-        tables += [(entry, InputSliceDefinition) for entry in _entries(output, "sources")]
+    tables: list[tuple[str, Mapping[str, Any], type[BaseModel]]] = [("the recipe", content, MergeConfiguration)]
+    tables += [(f"the entry of {entry['model']}", entry, InputModelDefinition) for entry in content.get("models") or ()]
     parameters = {spec.name: spec for spec in (*base_specs(settings), *parameter_specs(settings))}
-    for table, model in tables:
-        places = {MergeConfiguration: "the recipe", OutputSliceDefinition: "a slice"}
-        where = places.get(model) or f"the entry of {table.get('model', 'a model')}"
+    for where, table, model in tables:
         for key in [key for key in map(str, table) if key not in model.model_fields]:
             if key in parameters:
-                whole = parameters[key].scope == ParameterScope.SHARED
-                whose = "the recipe's" if whole else "its" if "model" in table else "the expert's"
+                whose = "the recipe's" if parameters[key].scope == ParameterScope.SHARED else "the model's"
                 yield f"'{key}' in {where} has no effect: put it under {whose} 'parameters'."
             elif near := suggestion(key, model.model_fields, 0.75):
                 yield f"Unknown key '{key}' in {where}{near}"
-
-
-def _entries(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """The tables in the list under a key; none if the key holds something else."""
-    entries = table.get(key)
-    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []

@@ -74,7 +74,8 @@ def _ridges(ridges: Sequence[float]) -> str:
 def _chart(errors: torch.Tensor, ridges: Sequence[Sequence[float]], names: Sequence[str]) -> Chart:
     layers = list(range(len(errors)))
     lines = [
-        Line(f"on {possessive(name)} samples", layers, own) for name, own in zip(names, errors.T.tolist(), strict=True)
+        Line(f"on {possessive(name)} samples", layers, curve)
+        for name, curve in zip(names, errors.T.tolist(), strict=True)
     ]
     rows = zip(errors.tolist(), ridges, strict=True)
     return Chart(

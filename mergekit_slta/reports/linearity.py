@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
-from mergekit_slta.levels import kinds_of, place_of
-from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, Value, pool_values
-from mergekit_slta.nonlinearity.scores import STEPS, distance_metric
+from mergekit_slta.levels import kinds_of
+from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, pool_values
+from mergekit_slta.nonlinearity.studies import STEPS, distance_metric
 from mergekit_slta.reports.page import Chart, Page, Section
 from mergekit_slta.tables import Table, as_json, short_names
-from mergekit_slta.words import counted, enumerated, percent, plain_number, where_most
+from mergekit_slta.words import counted, enumerated, percent, plain_number
 
 MOST_SCORE = 1.21  # of a root mean square deviation of 10 %
 MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
@@ -70,59 +71,50 @@ def verdict(result: Linearity) -> str:
     """Whether merging weights suit these experts, which of them they do not suit, and which two disturb each other."""
     level = "attn_mlp" if "attn_mlp" in result.levels else result.levels[-1]
     names = dict(zip(result.experts, short_names(result.experts), strict=True))
-    bent = [names[own] for own, mean in _means_by_name(result, METRIC, level, names).items() if mean > MOST_SCORE]
-    if bent:
+    scores = _means_by_name(result, METRIC, level, names)
+    if bent := [names[expert] for expert, mean in scores.items() if mean > MOST_SCORE]:
         fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
-        said = (
+        advice = (
             f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to the weights: "
             f"leave {them} out, or merge by featcal, which needs no proportion."
         )
     else:
         these = "these" if len(names) > 1 else "it"
-        said = (
+        advice = (
             f"Linear enough to merge {these} by weights: at level {level}, features change nearly in proportion to "
             "them. What a merge keeps of each expert, mergekit-slta report says."
         )
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
     if not distances:
-        return said
+        return advice
     worst = max(distances, key=distances.__getitem__)
-    layers: dict[int, list[Value]] = {}
-    for name, value in result.metrics["projection_distance"][level][worst].items():
-        if (layer := place_of(name).layer) is not None:
-            layers.setdefault(layer, []).append(value)
-    where = where_most({layer: pool_values(values).mean for layer, values in layers.items()})
-    pair = enumerated([names[own] for own in result.members[worst]])
+    pair = enumerated([names[expert] for expert in result.members[worst]])
     return (
-        f"{said} {pair} disturb each other most{where}: what they change together is {percent(distances[worst])} off "
-        "the sum of what each changes alone."
+        f"{advice} {pair} disturb each other most: what they change together is {percent(distances[worst])} off the "
+        "sum of what each changes alone."
     )
 
 
 def score_sentence(result: Linearity) -> str:
-    """A sentence on how linear the submodules are, compared with whole models."""
+    """How linear the submodules and the whole models are."""
+    means = _listed(_means(result, METRIC, result.experts))
     experts = enumerated(short_names(result.experts))
-    means = _means(result, METRIC, result.experts)
-    scores = f"the non-linearity score (0 is linear) is {_listed(means)}, on average over experts and samples."
-    model = means.pop("model", math.nan)
-    if math.isnan(model) or not means:
-        return f"For {experts} {scores}"
-    if any(mean >= model for mean in means.values()):
-        return f"Not all submodules of {experts} are more linear than the whole models: {scores}"
-    return f"The submodules of {experts} are more linear than the whole models: {scores}"
+    return f"For {experts} the non-linearity score (0 is linear) is {means}, on average over experts and samples."
 
 
 def _merge_sentence(result: Linearity, size: int) -> str:
-    means = _means(result, "projection_distance", _merges(result, size))
+    means = _listed(_means(result, "projection_distance", _merges(result, size)))
+    how_many = "two" if size == 2 else "three"
     return (
-        f"When {'two' if size == 2 else 'three'} of them are merged, the projection distance (0 means that feature "
-        f"changes add up) is {_listed(means)}."
+        f"When {how_many} of them are merged, the projection distance (0 means that feature changes add up) is {means}."
     )
 
 
 def _listed(means: Mapping[str, float]) -> str:
     names = {"model": "the whole model", "MLP": "an MLP branch", "attention": "an attention branch"}
-    return enumerated([f"{plain_number(mean, '.2g')} for {names.get(own, f'a {own}')}" for own, mean in means.items()])
+    return enumerated(
+        [f"{plain_number(mean, '.2g')} for {names.get(kind, f'a {kind}')}" for kind, mean in means.items()]
+    )
 
 
 def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
@@ -182,7 +174,7 @@ def _bars(
         title=quantity,
         caption=caption,
         picture=bar_chart(list(result.groups()), bars, x_label=quantity.lower()),
-        table=result.table(quantity.removeprefix("1 − "), metrics, [own for names in series.values() for own in names]),
+        table=result.table(quantity.removeprefix("1 − "), metrics, [*chain(*series.values())]),
     )
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations, groupby
 from pathlib import Path
 
 import torch
@@ -16,11 +16,10 @@ import torch
 from mergekit_slta.figures import Line, Panel, Picture, line_chart
 from mergekit_slta.levels import kinds_of, place_of
 from mergekit_slta.reports.page import Chart, Page, Section
-from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
-from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive, where_most
+from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
 
 # Of the quickstart's experts, those that keep less than half of the feature change keep less than a third of their gain
 # in exact answers; those that keep 60 to 75 %, in merges of two, keep between a third and nearly all.
@@ -46,15 +45,15 @@ def verdict(solution: Solution) -> str:
     """Whether to merge these experts, which of them loses most of its change, and which two interfere most, where."""
     pairs = [*zip(short_names(solution.models), solution.kept.tolist(), strict=True)]
     alone, losing = len(pairs) == 1, [name for name, share in pairs if share < LOSES_MOST]
-    found = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
+    weak = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
     every = "Both" if len(pairs) == 2 else "All of them"
-    who = every if 1 < len(found) == len(pairs) else enumerated(found or [pairs[0][0]])
-    loses = "lose" if len(found) > 1 else "loses"
+    who = every if 1 < len(weak) == len(pairs) else enumerated(weak or [pairs[0][0]])
+    loses = "lose" if len(weak) > 1 else "loses"
     if losing:
         fix = "give the base model's prompts less weight" if alone else "leave it out"
         fix = "leave one of them out" if len(losing) > 1 else fix
         advice = f"{who} {loses} most of the feature change: {fix}, or merge by featcal, which solves each matrix."
-    elif found:
+    elif weak:
         advice = f"{who} {loses} more than a quarter of the feature change: score the merge by mergekit-slta evaluate, "
         advice += "or merge by featcal, which solves each matrix."
     else:
@@ -74,19 +73,28 @@ def kept_sentence(solution: Solution) -> str:
 def _interference(solution: Solution) -> Iterator[str]:
     """A sentence on the two experts of which a merge of these two alone keeps least, and on the layers."""
     measured = solution.statistics.at_levels([solution.level])
-    pairs = combinations(range(len(solution.models)), 2)
-    found = [measured.take(pair, keep=False).solve(solution.level, balance=solution.balance) for pair in pairs]
-    worst = min(found, key=lambda pair: _mean(pair.kept), default=None)
+    members = combinations(range(len(solution.models)), 2)
+    pairs = [measured.take(pair, keep=False).solve(solution.level, balance=solution.balance) for pair in members]
+    worst = min(pairs, key=lambda pair: _mean(pair.kept), default=None)
     if worst is None or _mean(worst.kept) >= HARDLY_INTERFERES:
         return
-    where = where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
+    where = _where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
     names = dict(zip(solution.models, short_names(solution.models), strict=True))
     if len(names) > 2:
         shares = enumerated(list(map(percent, worst.kept.tolist())))
-        pair = enumerated([names[own] for own in worst.models])
+        pair = enumerated([names[model] for model in worst.models])
         yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares}."
     elif where:
         yield f"They interfere most{where}."
+
+
+def _where_most(by_layer: Mapping[int, float]) -> str:
+    """The layers with the largest values, a quarter, at most three, as in " in layers 0 and 3-4"; "" without any."""
+    most = sorted(by_layer, key=by_layer.__getitem__, reverse=True)[: math.ceil(min(len(by_layer), 12) / 4)]
+    pairs = enumerate(sorted(most))
+    runs = [[layer for _, layer in run] for _, run in groupby(pairs, lambda pair: pair[1] - pair[0])]
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return f" in layer{'s' * (len(most) > 1)} {enumerated(words)}" if words else ""
 
 
 def _mean(kept: torch.Tensor) -> float:
@@ -104,8 +112,8 @@ def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
         if layer is not None:
             layers.setdefault(layer, []).append(solved)
     return {
-        layer: pooled(torch.stack([own.retained for own in found]), torch.stack([own.share for own in found]))
-        for layer, found in layers.items()
+        layer: pooled(torch.stack([part.retained for part in parts]), torch.stack([part.share for part in parts]))
+        for layer, parts in layers.items()
     }
 
 
@@ -168,7 +176,7 @@ def _facts(solution: Solution) -> dict[str, str]:
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
-    if coarser := [str(own) for own in info.fallbacks if own.level == solution.level]:
+    if coarser := [str(fallback) for fallback in info.fallbacks if fallback.level == solution.level]:
         facts["Coarser levels"] = " ".join(coarser)
     facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     return facts
@@ -222,7 +230,7 @@ def _retained_chart(solution: Solution) -> Chart:
 
 def _trade_chart(solution: Solution) -> Chart:
     """What a merge keeps of the experts against what it keeps of the base model, by the weight of the base's task."""
-    found = [
+    merges = [
         solution.statistics.solve(
             solution.level,
             balance=solution.balance,
@@ -232,8 +240,8 @@ def _trade_chart(solution: Solution) -> Chart:
         )
         for weight in KEEP_WEIGHTS
     ]
-    base, names = [own.base_kept for own in found], short_names(solution.models)
-    kept = torch.stack([own.kept for own in found])  # [weights, T]
+    base, names = [merge.base_kept for merge in merges], short_names(solution.models)
+    kept = torch.stack([merge.kept for merge in merges])  # [weights, T]
     rows = zip(map(plain_number, KEEP_WEIGHTS), base, kept.tolist(), strict=True)
     return Chart(
         name=f"trade-{solution.level}",
@@ -242,7 +250,7 @@ def _trade_chart(solution: Solution) -> Chart:
         f"{', '.join(map(plain_number, KEEP_WEIGHTS))}. At 100 % the merge changes nothing on these prompts, at 0 % as "
         "much as one expert that is added whole.",
         picture=line_chart(
-            [Panel("", [Line(name, base, own) for name, own in zip(names, kept.T.tolist(), strict=True)])],
+            [Panel("", [Line(name, base, curve) for name, curve in zip(names, kept.T.tolist(), strict=True)])],
             x_label="kept of the base model",
             x_percent=True,
             y_label="share kept",
@@ -250,7 +258,7 @@ def _trade_chart(solution: Solution) -> Chart:
             y_range=(-1.0, 1.0),
         ),
         table=Table(
-            ["κ", "the base model", *names], [[weight, *map(percent, [own, *row])] for weight, own, row in rows]
+            ["κ", "the base model", *names], [[weight, *map(percent, [of_base, *row])] for weight, of_base, row in rows]
         ),
     )
 
@@ -276,9 +284,9 @@ def _weights(solution: Solution, ends: torch.Tensor) -> list[list[str]]:
     return [
         [
             plain_number(weight) + ("" if math.isnan(low) else f" ({plain_number(low)} to {plain_number(high)})")
-            for weight, low, high in zip(alpha.tolist(), *own.tolist(), strict=True)
+            for weight, low, high in zip(alpha.tolist(), *interval.tolist(), strict=True)
         ]
-        for alpha, own in zip(solution.alpha.values(), ends.unbind(1), strict=True)
+        for alpha, interval in zip(solution.alpha.values(), ends.unbind(1), strict=True)
     ]
 
 

@@ -6,12 +6,13 @@ For a submodule with input features x, gathered by running the base model on a s
     G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
 
 A submodule is a part of the model that gets merging weights of its own: at level ``layer`` a decoder layer, at
-``attn_mlp`` its attention or its MLP, and so on (``levels.py``). The samples' token ids come from ``data/``; the
-weights that are solved from the Gram matrices reach the tensors in ``slta/weights.py`` and ``host/slta.py``.
+``attn_mlp`` its attention or its MLP, and so on (``levels.py``). The paper runs the base model through all layers,
+keeps each submodule's inputs, and then goes over the submodules; the engine's loop (``engine/loop.py``) does both layer
+by layer, so that no inputs are stored.
 
-The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules. The
-engine's loop does both layer by layer, so that no inputs are stored. Everything after the Gram matrices is
-arithmetic on them (``solver.py``).
+Before this, ``lookup.py`` looks for statistics that exist, and ``data/`` turns the samples into token ids. Within it,
+``grams.py`` runs one layer's submodules with the weights of each model. Everything after the Gram matrices is
+arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the merging weights of its submodule.
 
 Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. Task T may be the base model's.
 """
@@ -19,7 +20,7 @@ Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimension
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,22 +31,16 @@ from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, read_edges
-from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import logit_tensors, logits
+from mergekit_slta.layers.ends import logit_tensors
 from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.slta.features import LayerFeatures
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
 
 LOG = logging.getLogger(__name__)
 
 BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
-LOGITS = 2**24  # of each model are held at once, because logits are wide
-
-# Submodule name to [N, T, T] float64.
-Grams = dict[str, torch.Tensor]
 
 
 def calibrate(
@@ -89,13 +84,19 @@ class _Calibration(Accumulator[Grams]):
     levels: Sequence[str]
 
     def __post_init__(self) -> None:
-        self.tokens = [len(token_ids) for samples in self.tasks for token_ids in samples]
+        samples, experts = sum(map(len, self.tasks)), len(self.models) - 1
+        self.shape = samples, experts, experts
+        self.followed = range(len(self.models) if "model" in self.levels else 1)  # a stream for each of these models
         self.grams: Grams = {}
 
     def sources(self) -> list[list[Checkpoint]]:
         """[stream][task]: the model that embeds the samples; level ``model`` also needs each expert's own stream."""
-        followed = self.models if "model" in self.levels else self.models[:1]
-        return [[model] * len(self.tasks) for model in followed]
+        return [[self.models[stream]] * len(self.tasks) for stream in self.followed]
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
+        """The shapes [N, T, T] of the layer's Gram matrices."""
+        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+        return dict.fromkeys(names, self.shape)
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
@@ -107,14 +108,10 @@ class _Calibration(Accumulator[Grams]):
             for name, grams in features.grams(base, hidden, call, batch.lengths):
                 measured[name][list(batch.rows)] = grams
             streams.set_output(BASE, number, base.output, base.state)
-            self._run_experts(weights, number, streams)
+            for stream in self.followed[1:]:
+                streams.run_layer(stream, number, weights[stream])
             report(len(batch.rows))
         return self._keep(measured)
-
-    def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """The shapes [N, T, T] of the layer's Gram matrices."""
-        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
-        return dict.fromkeys(names, self._shape)
 
     def repeat_layer(
         self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
@@ -122,62 +119,20 @@ class _Calibration(Accumulator[Grams]):
         """Take over the Gram matrices of a layer's file, and run the layer without measuring its submodules again."""
         self.grams |= found
         for number, batch in enumerate(streams.batches):
-            streams.run_layer(BASE, number, weights[BASE])
-            self._run_experts(weights, number, streams)
+            for stream in self.followed:
+                streams.run_layer(stream, number, weights[stream])
             report(len(batch.rows))
 
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the model as a whole included."""
         if "model" in self.levels:
             edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
-            zeros = torch.zeros(self._shape, dtype=torch.float64)
+            zeros = torch.zeros(self.shape, dtype=torch.float64)
             self._keep({"model": logit_grams(self.decoder, streams, zeros, lambda: edges)})
         return self.grams
 
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        experts = len(self.models) - 1
-        return len(self.tokens), experts, experts
-
-    def _run_experts(self, weights: Sequence[Weights], number: int, streams: Streams) -> None:
-        """Run the layer on the experts' own streams, if there are any."""
-        for stream in range(1, len(self.sources())):
-            streams.run_layer(stream, number, weights[stream])
-
     def _keep(self, measured: Grams) -> Grams:
-        """Sum the Gram matrices over the ranks, each of which holds its own samples, and keep them."""
-        grams = {name: self.ranks.sum(own) for name, own in measured.items()}
-        for name, gram in grams.items():
-            finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
-            broken = [str(model) for model, fine in zip(self.models[1:], finite, strict=True) if not fine]
-            if broken:
-                raise SltaError(
-                    f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
-                    "overflow float32, leave the model out or get a sound copy."
-                )
+        """Keep the Gram matrices of all ranks' samples."""
+        grams = of_all_ranks(measured, self.ranks, list(map(str, self.models[1:])))
         self.grams |= grams
         return grams
-
-
-def logit_grams(
-    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
-) -> torch.Tensor:
-    """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
-
-    Args:
-        decoder: the models' common decoder.
-        streams: the base model's stream 0, and those that are compared with it.
-        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
-        edges: gives the ``logit_tensors`` of each stream's model.
-
-    Returns:
-        ``grams``; zero for the samples of other ranks.
-    """
-    width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
-    for row, states in streams.final():
-        for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
-            base, *others = (
-                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
-            )
-            grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
-    return grams

@@ -12,9 +12,9 @@ from typing import Any
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
-from mergekit_slta.models.skeleton import hashed_computation
+from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.slta.statistics import (
+from mergekit_slta.slta.statistics_file import (
     BaseContent,
     Fingerprint,
     Info,
@@ -50,11 +50,11 @@ def match(
     """
     recipe = experiment.recipe
     problems = list(_base_problems(info, path, str(recipe.base), base)) if base else []
-    unused = dict(enumerate(info.fingerprint.experts))
-    order: list[int | None] = []
+    unused, order = dict(enumerate(info.fingerprint.experts)), list[int | None]()
     for expert, content, samples in zip(recipe.experts, experts, data, strict=False):  # the base model's come last
         equal = [index for index, known in unused.items() if known == content]
-        same_data = [i for i in equal if samples is not None and info.calibration[i].sha256 == samples.sha256]
+        # Of copies of one expert, the one that was measured on these samples.
+        same_data = [index for index in equal if samples and info.calibration[index].sha256 == samples.sha256]
         order.append(next(iter(same_data or equal), None))
         if equal:
             del unused[(same_data or equal)[0]]

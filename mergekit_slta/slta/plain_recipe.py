@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 import yaml
@@ -25,16 +24,13 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import WRITERS, trace
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
 from mergekit_slta.models.headers import listed, open_model
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.slta.statistics import Info
+from mergekit_slta.slta.solver import SubmoduleSolution
+from mergekit_slta.slta.statistics_file import Info
 from mergekit_slta.slta.weights import TensorWeights
-from mergekit_slta.tables import as_percentage
-
-if TYPE_CHECKING:
-    from mergekit_slta.slta.solution import Solution
 
 LOG = logging.getLogger(__name__)
 
@@ -42,7 +38,6 @@ LOG = logging.getLogger(__name__)
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 SOLVE_OTHERWISE = "solve at another level, such as 'attn_mlp', or use 'merge_method: slta' with these statistics"
-MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 
@@ -62,15 +57,22 @@ class PlannedTensor:
 
 
 def plain_recipe(
-    solution: Solution,
-    *,
-    models: Mapping[str, str] | None = None,
-    tokenizer_source: str = "",
-    trust_remote_code: bool = False,
+    info: Info,
+    level: str,
+    submodules: Mapping[str, SubmoduleSolution],
+    origin: Sequence[str],
+    paths: Mapping[str, str],
+    tokenizer_source: str,
+    trust_remote_code: bool,
 ) -> str:
     """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
-    The arguments are those of ``Solution.save_recipe``.
+    Args:
+        info: the metadata of the statistics.
+        level, submodules: the level, and the solution of each of its submodules.
+        origin: sentences for the recipe's header on where the weights come from.
+        paths: what is written for each model, by its name in the metadata.
+        tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
 
     Returns:
         The recipe as YAML, with a header that describes its origin.
@@ -78,48 +80,39 @@ def plain_recipe(
     Raises:
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
     """
-    level, submodules, info = solution.level, solution.submodules, solution.statistics.info
     if level == "head_mlp":
         raise SltaError(
             f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {SOLVE_OTHERWISE}."
         )
-    paths = {name: (models or {}).get(name, name) for name in (info.base_model, *info.models)}
-    if level == "model" and not info.architecture.endswith(MULTIMODAL):
-        planned = []
-        settings: list[Any] = [_rounded(float(weight)) for weight in submodules["model"].alpha]
-    else:
-        config = _read_config(info, paths[info.base_model], trust_remote_code)
-        decoder = trace(config, trust_remote_code)
-        if len(decoder) != info.num_layers:
-            raise SltaError(
-                f"The model '{paths[info.base_model]}' has {len(decoder)} layers and the base model of the statistics "
-                f"{info.num_layers}: give the folder or Hub id of that with --model {info.base_model}=PATH."
-            )
-        layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
-        weights = TensorWeights(decoder, level, submodules, layout)
-        planned = planned_tensors(config, weights)
-        settings = weight_settings(planned)
-    models_settings = zip(info.models, settings, strict=True)
+    base = paths[info.base_model]
+    config = _read_config(info, base, trust_remote_code)
+    decoder = trace(config, trust_remote_code)
+    if len(decoder) != info.num_layers:
+        raise SltaError(
+            f"The model '{base}' has {len(decoder)} layers and the base model of the statistics {info.num_layers}: "
+            f"give the folder or Hub id of that with --model {info.base_model}=PATH."
+        )
+    layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
+    planned = planned_tensors(config, TensorWeights(decoder, level, submodules, layout))
+    weights = zip(info.models, weight_settings(planned), strict=True)
     content = {
         "merge_method": "task_arithmetic",
-        "base_model": paths[info.base_model],
-        "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in models_settings],
+        "base_model": base,
+        "models": [{"model": paths[name], "parameters": {"weight": weight}} for name, weight in weights],
         "dtype": "float32",
         "out_dtype": info.dtype,
         **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
     _verify(content, planned)
-    lost = _left_out(paths[info.base_model], trust_remote_code)
+    lost = _left_out(base, trust_remote_code)
     if lost:
         LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    return _header(solution, lost) + body
+    return _header(origin, lost) + body
 
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
     """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
-    if not _known(path):
-        return ""
     try:
         names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
     except SltaError:
@@ -195,7 +188,7 @@ def _filters(planned: Sequence[PlannedTensor], outside: TensorAlpha) -> dict[str
     such filters does not matter. Where there is none, it is the tensor's full name, which stands before the others,
     longer names first.
     """
-    found: dict[str, dict[int | None, TensorAlpha]] = {}
+    patterns: dict[str, dict[int | None, TensorAlpha]] = {}
     names: dict[str, dict[int | None, TensorAlpha]] = {}
 
     @functools.cache
@@ -208,10 +201,10 @@ def _filters(planned: Sequence[PlannedTensor], outside: TensorAlpha) -> dict[str
 
     for tensor in planned:
         if name := next((name for name in _candidates(tensor) if weights(name)), None):
-            found[name] = weights(name)
+            patterns[name] = weights(name)
         elif tensor.layer is not None or tensor.alpha != outside:
             names[tensor.name] = {None: tensor.alpha}
-    return dict(sorted(names.items(), key=lambda entry: -len(entry[0]))) | found
+    return dict(sorted(names.items(), key=lambda entry: -len(entry[0]))) | patterns
 
 
 def _candidates(tensor: PlannedTensor) -> list[str]:
@@ -234,15 +227,16 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
     for tensor in planned:
         t = 0.0 if tensor.layer is None else tensor.layer / depth if depth else 1.0
         for model, wanted in zip(recipe.models or [], tensor.alpha, strict=True):
-            found = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
-            if found is None or abs(found - wanted) > WEIGHT_TOLERANCE * max(1.0, abs(wanted)):
+            read = evaluate_setting(tensor.name, (model.parameters or {})["weight"], t, validate=float)
+            if read is None or abs(read - wanted) > WEIGHT_TOLERANCE * max(1.0, abs(wanted)):
                 raise SltaError(f"Filters cannot give {tensor.name} a weight of its own: {SOLVE_OTHERWISE}.")
 
 
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     name = info.base_model
     fix = f"give its folder or Hub id, models={{'{name}': 'PATH'}} in Python and --model {name}=PATH for the command"
-    if not _known(path):
+    folder = ModelReference.parse(path).model.path
+    if not Path(folder).exists() and not re.fullmatch("[^/]+/[^/]+", folder):
         raise SltaError(f"The base model '{path}' is neither a folder nor of the form ORG/NAME: {fix}.")
     with reading(f"The configuration of the base model '{path}'", fix=fix):
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
@@ -251,41 +245,14 @@ def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers
     return config
 
 
-def _known(path: str) -> bool:
-    """Whether a path may name a model: it is here, or has the form of a repository on the Hub."""
-    name = ModelReference.parse(path).model.path
-    return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
-
-
-def _header(solution: Solution, lost: str) -> str:
+def _header(origin: Sequence[str], lost: str) -> str:
     """The origin of the weights, as comments."""
-    info, task = solution.statistics.info, solution.statistics.task
-    settings: dict[str, object] = {"level": solution.level}
-    settings |= {"balance": str(solution.balance).lower(), "ridge": solution.ridge}
-    if solution.task_weights:
-        settings["task weights"] = ":".join(map(str, solution.task_weights))
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
         "mergekit runs this recipe as it is, without that package and without the calibration data.",
         "",
-        f"Solved with: {', '.join(f'{name} {value}' for name, value in settings.items())}.",
-        f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
-        f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
+        *origin,
+        *([lost] if lost else []),
     ]
-    for index, name in enumerate(info.models):
-        kept = float(solution.kept[index])
-        share = "it changes nothing" if math.isnan(kept) else f"the merge keeps {kept:.1%} of its feature change"
-        lines.append(
-            f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
-            f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
-        )
-    if info.keep is not None:
-        samples = int((task == len(info.models)).sum())
-        lines.append(
-            f"The merge keeps {as_percentage(solution.base_kept)} of the base model on {samples} samples of its own, "
-            f"with weight {solution.keep_weight:g}; sha256 {info.keep.sha256}."
-        )
-    if lost:
-        lines.append(lost)
     # A name from somebody else's statistics must not end the comment.
     return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)

@@ -31,8 +31,6 @@ import torch
 
 from mergekit_slta.numerics.symmetric import solve_semidefinite, with_ridge
 
-MOST_NUMBERS = 2**20  # float64 numbers in the matrices B_a of the draws that are solved together
-
 
 @dataclass(frozen=True)
 class SubmoduleSolution:
@@ -90,6 +88,7 @@ def solve(
     matrix, right = equations(means, changes, balance, ridge, task_weights, keep_weight)
     alpha, kept = solve_semidefinite(matrix, right)
     used = kept[kept > 0]
+    whole = float(changes.diagonal().mean())
     return SubmoduleSolution(
         alpha=alpha,
         retained=retained_share(means, alpha),
@@ -97,18 +96,9 @@ def solve(
         condition=float(used.max() / used.min()) if used.numel() else float("nan"),
         rank=used.numel(),
         measured=_measured(means, task_weights),
-        kept_base=_kept_base(changes, alpha),
-        base_share=_whole(changes),
+        kept_base=1 - float(alpha @ changes @ alpha) / whole if whole else float("nan"),
+        base_share=whole,
     )
-
-
-def _whole(changes: torch.Tensor) -> float:
-    return float(changes.diagonal().mean())
-
-
-def _kept_base(changes: torch.Tensor, alpha: torch.Tensor) -> float:
-    whole = _whole(changes)
-    return 1 - float(alpha @ changes @ alpha) / whole if whole else float("nan")
 
 
 def sample_weights(grams: torch.Tensor, balance: bool) -> torch.Tensor:
@@ -154,10 +144,10 @@ def base_changes(
     return _mean(grams, task == experts, counts, weight / tokens)
 
 
-def _mean(grams: torch.Tensor, own: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The mean over some samples ``own`` of each one's weight times its Gram matrix, [..., T, T]; zero without any."""
-    drawn = counts[..., own].sum(-1, keepdim=True).clamp_min(1)
-    mean = (counts[..., own] * weights[own] / drawn) @ grams[own].flatten(1)
+def _mean(grams: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The mean over some ``rows`` of a sample's weight times its Gram matrix, [..., T, T]; zero without any."""
+    drawn = counts[..., rows].sum(-1, keepdim=True).clamp_min(1)
+    mean = (counts[..., rows] * weights[rows] / drawn) @ grams[rows].flatten(1)
     return mean.unflatten(-1, grams.shape[-2:])
 
 
@@ -182,7 +172,7 @@ def equations(
         scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
         measured = _measured(means, task_weights)  # an expert that changes nothing on the experts' tasks is left out
         matrix = matrix + keep_weight * scale * changes * (measured[..., :, None] & measured[..., None, :])
-    return matrix, _own(means) @ weights
+    return matrix, _agreement(means) @ weights
 
 
 def _weights(means: torch.Tensor, task_weights: Sequence[float] | None) -> torch.Tensor:
@@ -194,7 +184,7 @@ def _measured(means: torch.Tensor, task_weights: Sequence[float] | None) -> torc
     return torch.einsum("a,...abb->...b", _weights(means, task_weights), means) != 0
 
 
-def _own(means: torch.Tensor) -> torch.Tensor:
+def _agreement(means: torch.Tensor) -> torch.Tensor:
     """[..., T, T], whose column a is B_a[:, a]: how each expert's change agrees with expert a's on task a."""
     return means.diagonal(dim1=-3, dim2=-1)
 
@@ -206,9 +196,9 @@ def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         means: [..., T, T, T], the B_a of ``task_means``.
         alpha: [..., T], the merging weights.
     """
-    own = _own(means)
-    power = own.diagonal(dim1=-2, dim2=-1)
-    cross = torch.einsum("...b,...ba->...a", alpha, own)
+    agreement = _agreement(means)
+    power = agreement.diagonal(dim1=-2, dim2=-1)
+    cross = torch.einsum("...b,...ba->...a", alpha, agreement)
     square = torch.einsum("...b,...abc,...c->...a", alpha, means, alpha)
     return torch.where(power > 0, (2 * cross - square) / power, torch.nan)
 
@@ -219,8 +209,8 @@ def own_share(means: torch.Tensor) -> torch.Tensor:
     It is 1 if all experts change the features on task a's data equally, T if only task a's own expert does.
     """
     power = means.diagonal(dim1=-2, dim2=-1)
-    own = power.diagonal(dim1=-2, dim2=-1)
-    return torch.where(own > 0, own / power.mean(-1).clamp_min(torch.finfo(own.dtype).tiny), 0.0)
+    changed = power.diagonal(dim1=-2, dim2=-1)
+    return torch.where(changed > 0, changed / power.mean(-1).clamp_min(torch.finfo(changed.dtype).tiny), 0.0)
 
 
 def pooled(retained: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -245,17 +235,15 @@ def bootstrap(
 ) -> torch.Tensor:
     """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
 
-    All are NaN if a task has one sample, which can only be drawn again. Many draws of many experts are solved in parts.
-    The arguments are those of ``solve``.
+    All are NaN if a task has one sample, which can only be drawn again. The
+    arguments are those of ``solve``.
     """
     if settings.get("keep_weight") == 0:  # the base model's task is left out, also where it has one sample
         rows = task < grams.shape[-1]
         grams, task, tokens = grams[rows], task[rows], None
-    found = []
-    for counts in bootstrap_counts(task, repeats, seed).split(max(1, MOST_NUMBERS // grams.shape[-1] ** 3)):
-        means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
-        found.append(solve_semidefinite(*equations(means, changes, balance, **settings)).solution)
-    alpha = torch.cat(found)
+    counts = bootstrap_counts(task, repeats, seed)
+    means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
+    alpha = solve_semidefinite(*equations(means, changes, balance, **settings)).solution
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 
 

@@ -1,95 +1,54 @@
-"""The statistics file: the results of a calibration, small enough to publish beside a model.
+"""What was measured of a recipe's models, and the merging weights that are solved from it.
 
-A ``.safetensors`` file with ``gram/{submodule}`` [N, T, T] float64, ``task`` [N] and ``tokens`` [N] int64, and one
-metadata entry, ``mergekit_slta``, that describes the models and the data. Rows are ordered by task, then by sample.
+Both are results that users hold: they print as tables, and can be saved.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import json
 import math
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, SupportsFloat, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
-import huggingface_hub
-import safetensors
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors.torch import save as serialize
+from torch.nn.utils.rnn import pad_sequence
 
-from mergekit_slta import __version__, files
-from mergekit_slta.errors import SltaError, number, reading, whole_number
-from mergekit_slta.files import STATISTICS_OF_MERGE
-from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
-from mergekit_slta.models import hub
-from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.solver import solve
-from mergekit_slta.tables import Paragraphs, Table, known_names
+from mergekit_slta import files
+from mergekit_slta.errors import SltaError, number, whole_number
+from mergekit_slta.levels import LEVELS, kinds_of, of_level
+from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
+from mergekit_slta.slta.statistics_file import (
+    Info,
+    Measured,
+    read_statistics,
+    resolve_statistics,
+    tokens_fingerprint,
+    write_statistics,
+)
+from mergekit_slta.tables import (
+    Paragraphs,
+    Table,
+    as_frame,
+    as_json,
+    as_percentage,
+    known_names,
+    short_names,
+    without_sign_of_zero,
+)
+from mergekit_slta.words import counted, kind_name
 
-METADATA_KEY = "mergekit_slta"
-PUBLISHED_PREFIX = "hf:"
-_GRAM = "gram/"
-_SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
-_PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
 
-
-class CalibrationInfo(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    source: str
-    template: str
-    sha256: str
-
-
-class BaseContent(BaseModel):
-    """Identifies the base model, whose layers run the weights of every model.
-
-    Attributes:
-        tensors: a hash of its tensors, as of an expert's.
-        config: the entries of its configuration that may affect the layers' results, each with a hash of its value.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    tensors: str
-    config: dict[str, str]
-
-
-class Fingerprint(BaseModel):
-    """Identifies the models, the data and the settings of a measurement, to compare a file with a recipe."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    base: BaseContent
-    experts: tuple[str, ...]
-    tokens: str
-    settings: str
-
-
-class Info(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    format_version: Literal[2]
-    levels: tuple[str, ...]
-    base_model: str
-    models: tuple[str, ...]
-    calibration: tuple[CalibrationInfo, ...]
-    samples: int
-    max_tokens: int
-    seed: int
-    inputs: Literal["base"]
-    architecture: str
-    num_layers: int
-    dtype: str
-    versions: dict[str, str]
-    fingerprint: Fingerprint
-    # The file has these entries only where the base model has a task, where a layer is measured at a coarser level, and
-    # in a merge's output, which the same merge uses again while the models' files have not changed.
-    keep: CalibrationInfo | None = None
-    fallbacks: tuple[Fallback, ...] = ()
-    files: str = ""
+# Above this condition number, that of two experts with a cosine similarity of 0.98, the samples hardly determine the
+# weights.
+MOST_CONDITION = 100.0
+# From here on a change of the Gram matrices in the seventh digit changes the weights in the first.
+ILL_CONDITIONED = 1e6
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,8 +74,7 @@ class Statistics(Paragraphs):
     def summary(self) -> str:
         """How many samples, tasks, tokens and submodules were measured."""
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
-        samples, tasks = len(self.task), int(self.task.max()) + 1
-        drawn = f"{samples} sample{'s' * (samples > 1)} of {tasks} task{'s' * (tasks > 1)}"
+        drawn = f"{counted(len(self.task), 'sample')} of {counted(int(self.task.max()) + 1, 'task')}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
     def columns(self) -> dict[str, list[Any]]:
@@ -126,8 +84,8 @@ class Statistics(Paragraphs):
         rows = [self.task == task for task in range(len(sources))]
         return {
             "task of": [*info.models, info.base_model][: len(sources)],
-            "samples": [int(own.sum()) for own in rows],
-            "tokens": [int(self.tokens[own].sum()) for own in rows],
+            "samples": [int(of_task.sum()) for of_task in rows],
+            "tokens": [int(self.tokens[of_task].sum()) for of_task in rows],
             "calibration": [source.source for source in sources],
         }
 
@@ -170,11 +128,8 @@ class Statistics(Paragraphs):
         known = self.info.models
         spelled = {path: name for name, path in self.paths.items()} | known_names(known)
         wanted = [spelled.get(str(name), str(name)) for name in names]
-        for name, found in zip(names, wanted, strict=True):
-            if isinstance(name, (list, tuple)):
-                raise SltaError("'select' takes names, not a list of them: write select('a', 'b') or select(*names).")
-            if found not in known:
-                raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
+        if unknown := [name for name in wanted if name not in known]:
+            raise SltaError(f"The statistics hold no expert '{unknown[0]}', only {', '.join(known)}.")
         if not names or len(set(wanted)) < len(wanted):
             raise SltaError(f"Name one or more of {', '.join(known)}, each once at most.")
         return self.take([known.index(name) for name in wanted])
@@ -196,23 +151,29 @@ class Statistics(Paragraphs):
             "keep": kept,
             "fingerprint": info.fingerprint.model_copy(update=fingerprint),
         }
-        return Statistics(
-            grams={name: gram[rows][:, chosen][:, :, chosen] for name, gram in self.grams.items()},
-            task=torch.tensor([tasks.index(task) for task in self.task[rows].tolist()]),
-            tokens=self.tokens[rows],
+        drawn = self._rows(rows)
+        return replace(
+            drawn,
+            grams={name: gram[:, chosen][:, :, chosen] for name, gram in drawn.grams.items()},
+            task=torch.tensor([tasks.index(task) for task in drawn.task.tolist()]),
             info=info.model_copy(update=described),
-            paths=self.paths,
         )
+
+    def _rows(self, rows: torch.Tensor) -> Statistics:
+        """The statistics of some of the samples."""
+        grams = {name: gram[rows] for name, gram in self.grams.items()}
+        return replace(self, grams=grams, task=self.task[rows], tokens=self.tokens[rows])
 
     def at_levels(self, levels: Collection[str]) -> Statistics:
         """The statistics of some of the levels, as if only they had been measured."""
         names = {name for level in levels for name in self.submodules(level)}
-        chosen = {
-            "levels": tuple(level for level in self.info.levels if level in levels),
-            "fallbacks": tuple(fallback for fallback in self.info.fallbacks if fallback.level in levels),
-        }
-        grams = {name: gram for name, gram in self.grams.items() if name in names}
-        return replace(self, grams=grams, info=self.info.model_copy(update=chosen))
+        info = self.info.model_copy(
+            update={
+                "levels": tuple(level for level in self.info.levels if level in levels),
+                "fallbacks": tuple(fallback for fallback in self.info.fallbacks if fallback.level in levels),
+            }
+        )
+        return replace(self, grams={name: gram for name, gram in self.grams.items() if name in names}, info=info)
 
     def first_samples(self, count: int | SupportsIndex) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
@@ -226,13 +187,7 @@ class Statistics(Paragraphs):
         most, wanted = int(self.task.bincount().max()), whole_number("samples", count)
         if not 1 <= wanted <= most:
             raise SltaError(f"The statistics hold {most} samples per task: the first {wanted} of them cannot be used.")
-        rows = torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()])
-        return replace(
-            self,
-            grams={name: gram[rows] for name, gram in self.grams.items()},
-            task=self.task[rows],
-            tokens=self.tokens[rows],
-        )
+        return self._rows(torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()]))
 
     def solve(
         self,
@@ -275,19 +230,10 @@ class Statistics(Paragraphs):
             )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
-        submodules = {
-            name: solve(
-                used.grams[name],
-                used.task,
-                tokens=used.tokens,
-                balance=balance,
-                ridge=ridge,
-                task_weights=weights,
-                keep_weight=kept,
-            )
-            for name in used.submodules(level)
-        }
-        return Solution(used, level, submodules, balance, ridge, weights, kept)
+        given: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights, "keep_weight": kept}
+        names = used.submodules(level)
+        solved = {name: solve(used.grams[name], used.task, tokens=used.tokens, **given) for name in names}
+        return Solution(used, level, solved, **given)
 
     def _task_weights(
         self, given: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat]
@@ -317,11 +263,8 @@ class Statistics(Paragraphs):
         Raises:
             OSError: the file cannot be written; an earlier file is kept.
         """
-        tensors = {_GRAM + name: gram.contiguous() for name, gram in self.grams.items()}
-        tensors |= {"task": self.task, "tokens": self.tokens}
-        text = json.dumps(self.info.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
         file = Path(path).expanduser()
-        files.write(file, serialize(tensors, metadata={METADATA_KEY: text}))
+        write_statistics(file, Measured(self.grams, self.task, self.tokens, self.info))
         return file
 
     @staticmethod
@@ -340,92 +283,296 @@ class Statistics(Paragraphs):
             SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be
                 downloaded.
         """
-        path = resolve_statistics(os.fspath(source), cache_dir)
-        if not path.is_file():
-            said = f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'."
-            if path.is_dir() or path.match(STATISTICS_OF_MERGE):
-                said += " Only slta writes statistics into the merged folder; a recipe of featcal has 'report: FOLDER'."
-            raise SltaError(said)
-        as_file = "cannot be read as a safetensors file", "get it or measure it again"
-        with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if set(metadata) != {METADATA_KEY} or not tensors.keys() >= {"task", "tokens"}:
-            raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
-        try:
-            info = Info.model_validate_json(metadata[METADATA_KEY])
-        except ValidationError as error:
-            where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
-            raise SltaError(f"{path} has unusable metadata ({where}): get it or measure it again.") from None
-        task, tokens = tensors.pop("task"), tensors.pop("tokens")
-        grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
-        statistics = Statistics({name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info)
-        if problem := _problem(statistics):
-            raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
-        return statistics
+        return Statistics(*read_statistics(resolve_statistics(os.fspath(source), cache_dir)))
 
 
-def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
-    """The path of a statistics file, or of that in a merged folder; ``hf:...`` is downloaded from the Hub.
+@dataclass(frozen=True, eq=False, repr=False)
+class Solution(Paragraphs):
+    """The merging weights of every submodule of a level, as ``Statistics.solve`` gives them.
 
-    Raises:
-        SltaError: the reference is malformed, or the download failed.
+    Vectors [T] are in the order of ``models``. The mappings are by submodule, in the order of the layers.
+
+    Attributes:
+        statistics: the statistics of these experts and of the samples that were used.
+        level: the submodules' level.
+        submodules: the solution of each submodule.
+        balance, ridge, task_weights, keep_weight: the arguments of ``Statistics.solve``.
     """
-    if not source.startswith(PUBLISHED_PREFIX):
-        path = Path(source).expanduser()
-        return beside if (beside := path / STATISTICS_OF_MERGE).is_file() else path
-    parts = _PUBLISHED.fullmatch(source)
-    if parts is None:
-        raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")
-    try:
-        repo, file, revision = parts["repo"], parts["file"], parts["revision"]
-        return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, cache_dir=cache_dir))
-    except hub.HUB_ERRORS as error:
-        raise SltaError(f"Statistics '{source}' cannot be fetched: {hub.reason(error)}.") from error
 
+    statistics: Statistics
+    level: str
+    submodules: Mapping[str, SubmoduleSolution]
+    balance: bool
+    ridge: float
+    task_weights: tuple[float, ...] | None
+    keep_weight: float = 1.0
 
-def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:
-    """Identify the settings of a measurement."""
-    return _sha256({"inputs": "base", "max_tokens": max_tokens, "samples": samples, "seed": seed})
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The experts' names."""
+        return self.statistics.info.models
 
+    @cached_property
+    def alpha(self) -> dict[str, torch.Tensor]:
+        """The merging weights, [T] float64."""
+        return {name: solved.alpha for name, solved in self.submodules.items()}
 
-def tokens_fingerprint(token_hashes: Sequence[str]) -> str:
-    """Identify the token ids of all tasks, from the sha256 of each task's."""
-    return _sha256(list(token_hashes))
+    @cached_property
+    def retained(self) -> dict[str, torch.Tensor]:
+        """The share of each expert's feature change that the merge keeps on that expert's own samples, [T] float64.
 
+        It is at most 1, may be negative, and is NaN where the expert changes nothing.
+        """
+        return {name: solved.retained for name, solved in self.submodules.items()}
 
-def versions() -> dict[str, str]:
-    """The versions of the libraries that a measurement depends on."""
-    installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
-    return {"mergekit-slta": __version__, **installed}
+    @cached_property
+    def kept(self) -> torch.Tensor:
+        """The share of each expert's feature change that the merge keeps in all submodules together, [T] float64.
 
+        A submodule counts the more, the more the feature change in it is the expert's own. NaN for an expert that
+        changes nothing.
+        """
+        solved = self.submodules.values()
+        return pooled(torch.stack([one.retained for one in solved]), torch.stack([one.share for one in solved]))
 
-def _sha256(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the base model has a task of its own."""
+        return self.statistics.info.keep is not None
 
+    @cached_property
+    def kept_base(self) -> dict[str, float]:
+        """The share of the base model that the merge keeps on the base model's own task, where it has one.
 
-def _problem(statistics: Statistics) -> str | None:
-    """Why the content cannot be a measurement, as a clause."""
-    info, task, tokens = statistics.info, statistics.task, statistics.tokens
-    experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
-    if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1) or not info.levels:
-        return "it does not describe all of its models and levels"
-    if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(tasks)):
-        return "'task' does not name every task in order"
-    if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
-        return "'tokens' does not fit"
-    for name, gram in statistics.grams.items():
-        if not _SUBMODULE.fullmatch(name):
-            return f"'{name}' is not the name of a submodule"
-        if gram.dtype != torch.float64 or gram.shape != (len(task), experts, experts):
-            return f"the Gram matrices of '{name}' have the wrong shape or type"
-        squares = gram.diagonal(dim1=-2, dim2=-1)
-        if not bool(gram.isfinite().all()) or not torch.equal(gram, gram.mT) or bool((squares < 0).any()):
-            return f"'{name}' holds no Gram matrices"
-    for level in info.levels:
-        if level not in LEVELS:
-            return f"it holds no level '{level}'"
-        layers = {place_of(name).layer for name in of_level(statistics.grams, level)}
-        if layers != ({None} if level == "model" else set(range(info.num_layers))):
-            return f"level '{level}' does not cover the {info.num_layers} layers"
-    return None
+        It is 1 if the merge changes nothing there, and 0 if it changes as much as one expert that is added whole.
+        """
+        return {name: solved.kept_base for name, solved in self.submodules.items()} if self.keeps_base else {}
+
+    @cached_property
+    def base_kept(self) -> float:
+        """``kept_base`` in all submodules together, each counted by how much the experts change it on that task."""
+        solved = self.submodules.values()
+        kept, shares = ([[one.kept_base] for one in solved], [[one.base_share] for one in solved])
+        return float(pooled(torch.tensor(kept), torch.tensor(shares)))
+
+    @cached_property
+    def condition(self) -> dict[str, float]:
+        """The condition number of the linear system; NaN where no expert changes anything."""
+        return {name: solved.condition for name, solved in self.submodules.items()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments for ``solver.solve`` and ``solver.bootstrap``."""
+        return {
+            "tokens": self.statistics.tokens,
+            "balance": self.balance,
+            "ridge": self.ridge,
+            "task_weights": self.task_weights,
+            "keep_weight": self.keep_weight,
+        }
+
+    def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> dict[str, torch.Tensor]:
+        """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
+
+        Args:
+            repeats: the number of draws, at least 2.
+            seed: what the draws depend on.
+
+        Returns:
+            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again.
+
+        Raises:
+            SltaError: there are fewer than two draws, or an argument is no whole number.
+        """
+        count, start = whole_number("repeats", repeats), whole_number("seed", seed)
+        if count < 2:
+            raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
+        grams, task = self.statistics.grams, self.statistics.task
+        return {
+            name: bootstrap(grams[name], task, count, seed=start, **self.settings).std(0) for name in self.submodules
+        }
+
+    def columns(self, errors: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
+        names = short_names(self.models)
+        by_expert = {"alpha": self.alpha, **({"error": errors} if errors is not None else {}), "keeps": self.retained}
+        columns: dict[str, list[Any]] = {"submodule": list(self.submodules)}
+        for quantity, values in by_expert.items():
+            numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
+            columns |= {f"{quantity} {name}": column for name, column in zip(names, numbers, strict=True)}
+        columns |= {"keeps base": list(self.kept_base.values())} if self.keeps_base else {}
+        return columns | {"condition": list(self.condition.values())}
+
+    def to_frame(self, errors: Mapping[str, torch.Tensor] | None = None) -> pandas.DataFrame:
+        """The numbers as a table of pandas, a row for each submodule; what is undefined is NaN.
+
+        Args:
+            errors: the standard errors of ``bootstrap``, to stand after the weights.
+
+        Returns:
+            A ``pandas.DataFrame``.
+
+        Raises:
+            SltaError: pandas is not installed.
+        """
+        return as_frame(self.columns(errors))
+
+    def plot(self) -> Figure:
+        """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers.
+
+        Returns:
+            A figure of matplotlib.
+        """
+        from mergekit_slta.figures import Matrix, heat_map  # imports matplotlib
+
+        matrices, experts = [], short_names(self.models)
+        alpha = torch.stack(list(self.alpha.values()))
+        for kind, layers in kinds_of(self.alpha).items():
+            # [members, layers, experts]; a layer may have fewer members of a kind than another one
+            grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
+            columns = list(map(str, layers))
+            if len(grid) == 1:
+                matrices.append(Matrix(kind_name(kind), grid[0].T.tolist(), experts, columns))
+            else:
+                members = list(map(str, range(len(grid))))
+                matrices += [
+                    Matrix(f"{kind_name(kind)}, {name}", weights.tolist(), members, columns)
+                    for name, weights in zip(experts, grid.unbind(2), strict=True)
+                ]
+        return heat_map(
+            matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
+        ).figure
+
+    def to_json(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
+        """The solution as JSON, undefined numbers as null, the standard errors of ``bootstrap`` as ``alpha_std``."""
+        content: dict[str, Any] = {
+            "level": self.level,
+            "models": self.models,
+            "alpha": {name: alpha.tolist() for name, alpha in self.alpha.items()},
+            "retained": {name: retained.tolist() for name, retained in self.retained.items()},
+            "condition": self.condition,
+        }
+        if self.keeps_base:
+            content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
+        if errors is not None:
+            content["alpha_std"] = {name: error.tolist() for name, error in errors.items()}
+        return as_json(content)
+
+    def table(self, errors: Mapping[str, torch.Tensor] | None = None) -> Table:
+        """One row per submodule: merging weights, kept shares, condition number; and one for all, with ``kept``.
+
+        The standard errors of ``bootstrap`` stand beside the weights.
+        """
+        columns = self.columns(errors)
+        for name in short_names(self.models):
+            alpha = [f"{without_sign_of_zero(weight):.3f}" for weight in columns[f"alpha {name}"]]
+            pairs = zip(alpha, columns.pop(f"error {name}", [math.nan] * len(alpha)), strict=True)
+            columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
+        for title in (title for title in columns if title.startswith("keeps ")):
+            columns[title] = list(map(as_percentage, columns[title]))
+        columns["condition"] = ["-" if math.isnan(value) else f"{value:.3g}" for value in columns["condition"]]
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        if len(rows) > 1:
+            shares = [*self.kept.tolist(), *([self.base_kept] if self.keeps_base else [])]
+            rows.append(["all", *("-" for _ in self.models), *map(as_percentage, shares), "-"])
+        return Table(list(columns), rows)
+
+    def notes(self) -> list[str]:
+        """Sentences on the submodules whose samples do not determine every weight."""
+        count, notes = len(self.submodules), []
+        if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
+            notes.append(
+                f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
+                "nearly linearly dependent: small changes of the data change their weights much; a 'ridge' steadies "
+                "them."
+            )
+        if dependent := [name for name, solved in self.submodules.items() if solved.rank < len(self.models)]:
+            branch = "; one that changes nothing there takes its mean weight in the branch" * (self.level == "linear")
+            notes.append(
+                f"In {len(dependent)} of {count} submodules ({dependent[0]} ...) experts are linearly dependent or "
+                f"change nothing: their weights are the minimum-norm solution{branch}."
+            )
+        return notes
+
+    def parts(self, errors: Mapping[str, torch.Tensor] | None = None) -> Iterator[str | Table]:
+        """The table, how to read it, which layers are measured at a coarser level, and the notes."""
+        yield self.table(errors)
+        pairs = zip(short_names(self.models), self.models, strict=True)
+        legend = [f"{short} is {name}" for short, name in pairs if short != name]
+        legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
+        if self.keeps_base:
+            legend += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
+        legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
+        legend += ["±: the standard error over bootstrap draws"] if errors is not None else []
+        yield "; ".join(legend) + "."
+        yield from (str(fallback) for fallback in self.statistics.info.fallbacks if fallback.level == self.level)
+        yield from self.notes()
+
+    def text(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
+        """What is printed, with the standard errors of ``bootstrap``."""
+        return "\n\n".join(map(str, self.parts(errors)))
+
+    def save_recipe(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        models: Mapping[str, str] | None = None,
+        tokenizer_source: str = "",
+        trust_remote_code: bool = False,
+    ) -> Path:
+        """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
+
+        It is the same apart from ``out_dtype``, which is the type that the base model is stored in.
+
+        Args:
+            path: the YAML file to write.
+            models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
+                the others are written as the recipe spells them that was measured, after ``load`` by their names.
+            tokenizer_source: mergekit's setting of that name; left out when empty.
+            trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
+
+        Returns:
+            The recipe's path.
+
+        Raises:
+            SltaError: a name is not in the statistics, a recipe cannot express the level, or the base model's
+                configuration cannot be read.
+            OSError: the file cannot be written.
+        """
+        from mergekit_slta.slta.plain_recipe import plain_recipe  # imports mergekit, which takes seconds
+
+        known = (self.statistics.info.base_model, *self.models)
+        for name in models or {}:
+            if name not in known:
+                raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
+        paths = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
+        solved = self.statistics.info, self.level, self.submodules, self._origin()
+        text = plain_recipe(*solved, paths, tokenizer_source, trust_remote_code)
+        file = Path(path).expanduser()
+        files.write(file, text.encode())
+        return file
+
+    def _origin(self) -> list[str]:
+        """Where the weights of a plain recipe come from, for its header."""
+        info, task = self.statistics.info, self.statistics.task
+        solved = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
+        if self.task_weights:
+            solved += f", task weights {':'.join(map(str, self.task_weights))}"
+        lines = [
+            f"Solved with: {solved}.",
+            f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
+            f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
+        ]
+        for index, (name, kept) in enumerate(zip(info.models, self.kept.tolist(), strict=True)):
+            share = "it changes nothing" if math.isnan(kept) else f"the merge keeps {kept:.1%} of its feature change"
+            lines.append(
+                f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
+                f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
+            )
+        if info.keep is not None:
+            lines.append(
+                f"The merge keeps {as_percentage(self.base_kept)} of the base model on "
+                f"{int((task == len(info.models)).sum())} samples of its own, with weight {self.keep_weight:g}; "
+                f"sha256 {info.keep.sha256}."
+            )
+        return lines

@@ -9,11 +9,10 @@ from functools import partial
 import torch
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.children import is_inside
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import head_part, submodule_name
+from mergekit_slta.levels import Parts, head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
 
@@ -46,8 +45,9 @@ class TensorWeights:
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
-        self._names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
-        if missing := [name for names in self._names for name in names if name not in solutions]:
+        names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
+        self._parts = list(map(Parts.of, names))
+        if missing := [name for inside in names for name in inside if name not in solutions]:
             raise SltaError(
                 f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they are of "
                 "another version or another model, so measure again into another file."
@@ -73,13 +73,13 @@ class TensorWeights:
             return first
 
         def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
-            return found[target][expert].expand(self.decoder.shape(target))
+            return found[target][expert].expand(self.decoder.model.state_dict()[target].shape)
 
         return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
 
     def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
-        if not self.decoder.is_language(name):
+        if name not in self.decoder.language_tensors:
             return self.kept
         if self.level == "model":
             return self.solutions["model"].alpha
@@ -88,17 +88,18 @@ class TensorWeights:
             return self.kept
         places = self._places.get(self.decoder.first_names.get(name, name), [name])
         parts = [place.removeprefix(path).partition(".") for place in places if place.startswith(path)]
-        found = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]
-        return found[0] if len(found) == 1 else torch.stack(found).mean(0)
+        alpha = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]
+        return alpha[0] if len(alpha) == 1 else torch.stack(alpha).mean(0)
 
     def _inside(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a layer's tensor."""
-        if self._names[layer] == [submodule_name(layer)]:
-            return self._alpha(layer)
-        if self.level == "linear":
+        parts = self._parts[layer]
+        if parts.maps:
             return self._of_map(layer, inside, mixture_expert)
-        parts = [self._of_branch(layer, inside, branch) for branch in self._branches(layer, inside)]
-        return torch.stack(parts).mean(0)
+        if not parts.branches and not parts.heads:
+            return self._alpha(layer)
+        alpha = [self._of_branch(layer, inside, branch) for branch in self._branches(layer, inside)]
+        return torch.stack(alpha).mean(0)
 
     def _alpha(self, layer: int, part: str = "") -> torch.Tensor:
         return self.solutions[submodule_name(layer, part)].alpha
@@ -106,8 +107,7 @@ class TensorWeights:
     def _branches(self, layer: int, inside: str) -> list[str]:
         """The branches that a tensor serves."""
         split = self.decoder.structures[layer]
-        assert split is not None
-        branches = [branch for branch, children in split.branches.items() if is_inside(inside, children)]
+        branches = [branch for branch, children in split.branches.items() if inside.partition(".")[0] in children]
         if not branches:
             raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
         return branches
@@ -118,9 +118,9 @@ class TensorWeights:
         Query rows and output columns take the weights of their own head, key and value rows the mean of the heads that
         share them, and the attention's other tensors the mean of all heads.
         """
-        if submodule_name(layer, branch) in self._names[layer]:
+        if branch in self._parts[layer].branches:
             return self._alpha(layer, branch)
-        heads = self.decoder.heads[layer]
+        heads = self.decoder.structures[layer].heads
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
@@ -143,15 +143,16 @@ class TensorWeights:
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
         split = self.decoder.structures[layer]
-        around = [None] if split is None else [split.branches[branch] for branch in self._branches(layer, inside)]
+        around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, inside)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
-        if not maps:
-            maps = [m for m in self._maps[layer] if inside.startswith(m.module + ".")]
+        maps = maps or [m for m in self._maps[layer] if inside.startswith(f"{m.module}.")]  # such as a router's balance
         if not maps:
             return mean
-        found = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
-        alpha = torch.stack([torch.where(own.measured, own.alpha, mean) for own in found])  # [1 or mixture, T]
+        solutions = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
+        alpha = torch.stack(
+            [torch.where(solved.measured, solved.alpha, mean) for solved in solutions]
+        )  # [1 or mixture, T]
         if maps[0].expert is None:
             return alpha[0]
         stack = self.decoder.layers[layer].state_dict()[inside]
@@ -162,7 +163,7 @@ class TensorWeights:
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
         """The ``_measured_mean`` of the maps of a branch, or of the layer."""
-        names = [m.name for m in self._maps[layer] if children is None or is_inside(m.module, children)]
+        names = [m.name for m in self._maps[layer] if children is None or m.module.partition(".")[0] in children]
         if not names:  # a branch without maps
             names = [m.name for m in self._maps[layer]]
         return _measured_mean([self.solutions[submodule_name(layer, name)] for name in names])
@@ -173,6 +174,6 @@ def _measured_mean(solutions: Sequence[SubmoduleSolution]) -> torch.Tensor:
 
     The weight of an unmeasured submodule, such as a mixture's expert that no token reached, is zero for lack of data.
     """
-    measured = torch.stack([own.measured for own in solutions])  # [submodules, T]
-    alpha = torch.stack([own.alpha for own in solutions])
+    measured = torch.stack([solved.measured for solved in solutions])  # [submodules, T]
+    alpha = torch.stack([solved.alpha for solved in solutions])
     return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)

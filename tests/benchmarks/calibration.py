@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, SHAPES, be_quiet, load, make_family, make_recipe, wait_for
+from common import CACHE, SHAPES, be_quiet, load, make_recipe, wait_for, write_models
 from mergekit.io.tasks import LoaderCache
 from support.memory import PeakMemory
 
@@ -29,11 +29,11 @@ from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.lookup import measured_statistics
 
 
 @click.command()
-@click.option("--size", default="60m", show_default=True)
+@click.option("--size", type=click.Choice([*SHAPES]), default="60m", show_default=True)
 @click.option("--layers", default=0, help="Another depth than the size's own.")
 @click.option("--experts", default=3, show_default=True)
 @click.option("--samples", default=10, show_default=True)
@@ -52,7 +52,8 @@ def main(repeats: int, level_sets: tuple[str, ...], memory: str | None, **settin
     """Compare calibration with its floor on synthetic Llama-shaped checkpoints."""
     be_quiet()
     device = setting["device"]
-    folders = make_family(CACHE, setting["size"], setting["experts"], setting["layers"])
+    depth = setting["layers"] or SHAPES[setting["size"]].num_hidden_layers
+    folders = write_models(CACHE / f"{setting['size']}-{depth}", setting["size"], setting["experts"], depth, device)
     recipe = make_recipe(folders, "slta", setting["samples"], setting["tokens"])
     if memory:
         with PeakMemory() as peak:
@@ -91,7 +92,7 @@ def main(repeats: int, level_sets: tuple[str, ...], memory: str | None, **settin
         result = {
             "benchmark": "calibration",
             **setting,
-            "layers": setting["layers"] or SHAPES[setting["size"]][-1],
+            "layers": depth,
             "threads": torch.get_num_threads(),
             "levels": levels,
             "floor_s": round(floor, 3),

@@ -1,11 +1,13 @@
-"""What the benchmarks share: synthetic families on disk, and their data.
+"""What the benchmarks share: families of random weights on disk, written layer by layer, and their data.
 
 Whatever imports this finds the modules of tests/ too, such as the meter of peak memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,55 +15,109 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from mergekit_slta.recipe.recipe import Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Hidden size, MLP size, heads, key/value heads, layers: Llama's proportions.
-SHAPES = {
-    "20m": (512, 1408, 8, 4, 6),
-    "60m": (768, 2048, 12, 6, 8),
-    "150m": (1024, 2816, 16, 8, 12),
-    "350m": (1024, 2816, 16, 8, 28),
-    "7b": (4096, 11008, 32, 32, 32),
-}
 VOCABULARY = 2048
+CHANGE = 0.02  # of a weight's own size, what an expert changes
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
+_TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+_LARGE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
 
-def make_family(folder: Path, size: str, experts: int, layers: int = 0, dtype: str = "bfloat16") -> list[Path]:
-    """Write a base model and its experts with random weights, once; returns their folders, the base model's first."""
-    hidden, inner, heads, groups, depth = SHAPES[size]
-    config = LlamaConfig(
+
+def _llama(hidden: int, inner: int, heads: int, layers: int) -> LlamaConfig:
+    return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=inner,
         num_attention_heads=heads,
-        num_key_value_heads=groups,
-        num_hidden_layers=layers or depth,
+        num_key_value_heads=heads // 2,
+        num_hidden_layers=layers,
         vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
     )
-    root = folder / f"{size}-{config.num_hidden_layers}-{dtype}"
-    folders = [root / "base", *(root / f"expert{number}" for number in range(experts))]
-    torch.manual_seed(0)
-    for number, target in enumerate(folders):
-        if not (target / "config.json").exists():
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-            if number:
-                model.load_state_dict(AutoModelForCausalLM.from_pretrained(folders[0], dtype="auto").state_dict())
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(0.05 * parameter.std() * torch.randn_like(parameter))
-            model.save_pretrained(target)
-            write_tokenizer(target)
-    return folders
+
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "20m": _llama(512, 1408, 8, 6),
+    "60m": _llama(768, 2048, 12, 8),
+    "150m": _llama(1024, 2816, 16, 12),
+    "350m": _llama(1024, 2816, 16, 28),
+    "7b": LlamaConfig(**_LARGE, intermediate_size=11008, num_key_value_heads=32),
+    "mixture": MixtralConfig(**_LARGE, intermediate_size=14336, num_key_value_heads=8),
+    "tiny": LlamaConfig(**_TINY, intermediate_size=128, vocab_size=VOCABULARY),
+    "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=VOCABULARY),
+}
+
+
+def write_models(folder: Path, shape: str, experts: int, layers: int = 0, device: str = "cpu") -> list[Path]:
+    """Write a base model and experts with random bfloat16 weights, one shard per layer; returns their folders.
+
+    Args:
+        folder: where the models' folders go; a model that is there stays.
+        shape: a key of ``SHAPES``.
+        experts: their number.
+        layers: how many of the shape's layers, all by default.
+        device: what draws the numbers.
+    """
+    config, template = SHAPES[shape], _template(folder / "template", SHAPES[shape])
+    config = type(config).from_dict(config.to_dict() | {"dtype": "bfloat16"})
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    config.architectures = [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
+    of_layer = {name: shape for name, shape in template.items() if ".layers.0." in name}
+    shards = [{name: shape for name, shape in template.items() if name not in of_layer}] + [
+        {name.replace(".layers.0.", f".layers.{layer}."): shape for name, shape in of_layer.items()}
+        for layer in range(config.num_hidden_layers)
+    ]
+    models = [folder / "base", *(folder / f"expert{number}" for number in range(experts))]
+    for number, target in enumerate(models):
+        if (target / "config.json").exists():
+            continue
+        write_tokenizer(target)
+        places: dict[str, str] = {}
+        for index, shard in enumerate(shards):
+            file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            save_file(_random(shard, index, number, device), target / file, metadata={"format": "pt"})
+            places |= dict.fromkeys(shard, file)
+        (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        config.save_pretrained(target)
+    return models
+
+
+def _template(folder: Path, config: PretrainedConfig) -> dict[str, torch.Size]:
+    """The checkpoint's names and shapes of a model with one layer, as transformers saves it."""
+    with torch.device("meta"):
+        shallow = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1})
+        model = AutoModelForCausalLM.from_config(shallow, dtype=torch.bfloat16)
+    model.to_empty(device="cpu").save_pretrained(folder, max_shard_size="1TB")
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        shapes = {name: torch.Size(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    shutil.rmtree(folder)
+    return shapes
+
+
+def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) -> dict[str, torch.Tensor]:
+    """The tensors of a shard: the base model's, which all models share, and an expert's change."""
+    tensors = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        if len(shape) < 2:
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            continue
+        generator = torch.Generator(device).manual_seed(1000 * shard + index)
+        value = torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+        if model:
+            generator.manual_seed(10**6 * model + 1000 * shard + index)
+            value += CHANGE * torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+        tensors[name] = value.bfloat16().cpu()
+    return tensors
 
 
 def write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -45,33 +45,11 @@ LANGUAGES = {
 
 # What people ask an instruction model, and how a program sees that it was done: the base model's abilities.
 SUBJECTS = (
-    *("gravity", "a volcano", "photosynthesis", "the moon", "a bicycle", "bread", "a library", "the ocean", "a clock"),
-    *("democracy", "a bridge", "music", "a forest", "salt", "the heart", "a computer", "rain", "glass", "a museum"),
-    *(
-        "cheese",
-        "electricity",
-        "a desert",
-        "the alphabet",
-        "a telescope",
-        "coffee",
-        "a garden",
-        "ice",
-        "paper",
-        "a map",
-    ),
-    *(
-        "a vaccine",
-        "the wind",
-        "a castle",
-        "chess",
-        "a magnet",
-        "the sun",
-        "a river",
-        "sleep",
-        "wool",
-        "a train",
-        "honey",
-    ),
+    *("gravity", "a volcano", "photosynthesis", "the moon", "a bicycle", "bread", "a library", "the ocean"),
+    *("a clock", "democracy", "a bridge", "music", "a forest", "salt", "the heart", "a computer", "rain", "glass"),
+    *("a museum", "cheese", "electricity", "a desert", "the alphabet", "a telescope", "coffee", "a garden", "ice"),
+    *("paper", "a map", "a vaccine", "the wind", "a castle", "chess", "a magnet", "the sun", "a river", "sleep"),
+    *("wool", "a train", "honey"),
 )
 FORMS = (
     "Explain what {} is in two sentences.",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mergekit.config import MergeConfiguration
 from support import families
 from support.examining import feature_recipe, only, problems
 from support.families import Family
@@ -73,7 +72,7 @@ def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: F
     for entry in content["models"]:
         entry["model"] = f"org/{Path(entry['model']).name}"
     content["base_model"] = "org/base"
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
+    recipe = Recipe(content)
     with serve(repositories.parent, tmp_path / "cache") as hub:
         found = check(recipe, transformers_cache=str(tmp_path / "cache"))
     assert found.problems == []

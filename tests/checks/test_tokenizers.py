@@ -25,7 +25,7 @@ from support.examining import (
 from support.families import Family
 
 from mergekit_slta.checks import tokenizers
-from mergekit_slta.featcal.scratch import head_to_solve
+from mergekit_slta.featcal.solved import head_to_solve
 from mergekit_slta.host import patches
 
 

@@ -20,8 +20,8 @@ from support.families import Family
 from mergekit_slta.engine.partial import LOCK, RUN, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.features import LayerFeatures
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.grams import LayerFeatures
+from mergekit_slta.slta.lookup import measured_statistics
 
 LEVELS = ("layer", "attn_mlp")
 DEEP = 6

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from mergekit_slta.engine import progress as module
 from mergekit_slta.engine.progress import layer_bar
 from mergekit_slta.evaluation.evaluate import evaluate
-from mergekit_slta.nonlinearity.scores import linearity
+from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.measure import measure
+from mergekit_slta.slta.lookup import measure
 
 Run = Callable[[Recipe, Family], object]
 

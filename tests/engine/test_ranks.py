@@ -24,13 +24,13 @@ from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.featcal.solved import SolvedModel
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity.interpolation import Interpolation
-from mergekit_slta.nonlinearity.scores import merge_study, path_study
+from mergekit_slta.nonlinearity.studies import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
-from mergekit_slta.slta.measure import measured_statistics
+from mergekit_slta.slta.lookup import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
 Grams = Mapping[str, torch.Tensor]

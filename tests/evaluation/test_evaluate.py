@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from click.testing import CliRunner
 from conftest import MakeFamily
 from support import families
-from support.adapters import write_adapter
 from support.families import Family
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +20,7 @@ from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.measure import measure
+from mergekit_slta.slta.lookup import measure
 
 RECORDS = 8
 SAMPLES = 2  # of each task for calibration
@@ -139,40 +137,6 @@ def test_records_with_a_short_answer_that_is_not_cut_off_are_scored_by_it(
     assert found.tasks["expert0"].answers == answers
 
 
-def test_a_merge_that_is_written_anew_is_scored_anew_and_nothing_is_kept(
-    paired: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    out = tmp_path / "out"
-    content = families.recipe(paired, "actmat", calibration=False)
-    first, second = (
-        evaluate(recipe_of(paired), families.merge(content | parameters, out), quiet=True).tasks["expert0"].scores
-        for parameters in ({}, {"parameters": {"scale": 0.5}})
-    )
-    assert first["base"] == second["base"] and first["out"] != second["out"]
-    assert not list(tmp_path.glob("cache/mergekit-slta/**/*.json"))
-
-
-def test_a_lora_expert_is_merged_first(paired: Family, tmp_path: Path) -> None:
-    adapter, (math, code), (own, other) = write_adapter(paired.base, tmp_path / "adapter"), paired.experts, paired.data
-    peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(paired.base), str(adapter)
-    ).merge_and_unload().save_pretrained(math)
-    whole, lora = (
-        evaluate(
-            families.recipe_of(paired.base, {name: own, str(code): other}, samples=SAMPLES, max_tokens=24),
-            math,
-            quiet=True,
-            lora_merge_cache=str(tmp_path / "cache"),
-        )
-        for name in (str(math), f"{paired.base}+{adapter}")
-    )
-    (first, _), (second, _) = whole.tasks.values(), lora.tasks.values()
-    assert second.model == "base+adapter"
-    losses = [score.loss for score in first.scores.values()]
-    assert [score.loss for score in second.scores.values()] == pytest.approx(losses, rel=1e-5)
-
-
 Row = tuple[str, float | None, float | None, float]
 
 
@@ -211,7 +175,6 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     assert "calibration did not use: words. Add records (60 or more" in joined
     assert "no gain to keep: code." in joined and "show no answer all tokens are scored" in joined
     assert "under half of their own task's short answers exactly: code (20%)" in joined and "`template`" in joined
-    assert max(map(len, text.splitlines())) <= 100
     written = json.loads(found.to_json())
     assert written["ranking"][0] == {"model": "a", "exact": 0.75, "kept": 0.5, "loss": 2.0}
     assert written["tasks"]["<b>math"]["scores"]["b"] == {"exact": 0.0, "kept": -0.5, "loss": 5.0}
@@ -238,19 +201,14 @@ def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paire
     own = families.recipe(paired, "ties", samples=SAMPLES, max_tokens=24, normalize=True, per_expert={"weight": 1.0})
     found = evaluate(Recipe.parse(json.dumps(own), "ties.yml"), families.merge(own, tmp_path / "out"), quiet=True)
     assert found.tasks == evaluate(recipe_of(paired), tmp_path / "out", quiet=True).tasks
-    shared = families.recipe(paired, "ties", experts=[0], samples=SAMPLES, max_tokens=24)
-    shared["parameters"] |= shared["models"][0].pop("parameters")
-    alone = evaluate(Recipe.parse(json.dumps(shared), "ties.yml"), tmp_path / "out", quiet=True).tasks
-    assert alone["expert0"].scores["out"] == found.tasks["expert0"].scores["out"]
     del own["base_model"]
     with pytest.raises(SltaError, match="no base_model"):
         evaluate(Recipe.parse(json.dumps(own), "linear.yml"), paired.base, quiet=True)
 
 
-@pytest.mark.parametrize("outs", [[1], [1, 0]])
-def test_the_command_writes_tables_and_json(outs: list[int], paired: Family, tmp_path: Path) -> None:
+def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> None:
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(paired, samples=2, max_tokens=24))
-    merged = [paired.experts[out] for out in outs]
+    merged = [paired.experts[1], paired.experts[0]]
     arguments = ["evaluate", recipe, *merged, "--samples", "3", "--json", tmp_path / "c.json", "--quiet"]
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
@@ -298,21 +256,11 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
 # Refusals
 
 
-def test_one_folder_is_enough_and_none_is_refused(paired: Family) -> None:
-    merged = str(paired.experts[0])
-    found = evaluate(recipe_of(paired), merged, samples=2, quiet=True)
-    assert found.to_json() == evaluate(recipe_of(paired), [merged], samples=2, quiet=True).to_json()
+def test_no_folder_and_no_records_are_refused(paired: Family) -> None:
     with pytest.raises(SltaError, match="No merged model is named to evaluate"):
         evaluate(recipe_of(paired), [], quiet=True)
-
-
-def test_experts_without_records_to_hold_out_are_refused(paired: Family) -> None:
     with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
         evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
-    opened = families.experiment(families.recipe(paired, calibration=False, statistics="stats.safetensors"))
-    with pytest.raises(SltaError) as caught:
-        evaluate(opened, paired.base)
-    assert "statistics" not in caught.value.message
 
 
 def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from support import families
-from support.families import Family
+from support.reference import forget
 
 from mergekit_slta.evaluation import scores as module
 from mergekit_slta.evaluation.scores import Sample, score_model
@@ -19,6 +18,7 @@ def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[f
     """Loss and exact answer, record by record without padding; answers are decoded greedily, token by token."""
     found: list[tuple[float, bool | None]] = []
     for row, begin, end, short in samples:
+        forget(model)
         with torch.no_grad():
             logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
             loss = -sum(float(logs[position - 1, row[position]]) for position in range(begin, end))
@@ -51,30 +51,26 @@ def with_answers(model: torch.nn.Module, samples: Sequence[Sample]) -> list[Samp
     return found
 
 
-@pytest.mark.parametrize("positions", [1, 24, 1024])
-def test_streamed_scores_are_those_of_the_whole_model(
-    llama: Family, positions: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("architecture", "positions"),
+    [
+        *(("llama", positions) for positions in (1, 24, 1024)),
+        # Where padding matters: a context beyond the original, states that layers share, tokens that see later ones.
+        *((name, 1024) for name in ("phi3_longrope", "gemma4", "gemma3")),
+    ],
+)
+def test_scores_are_those_of_the_whole_model(
+    architecture: str, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOGIT_POSITIONS", positions)
-    dense = llama.model(1)
-    groups = [with_answers(dense, drawn()), drawn((4, 9)), drawn((7,))]
-    checkpoint = families.checkpoints(llama.folders)[1]
-    found = score_model(checkpoint, groups)
-    for group, scores in zip(groups, found, strict=True):
-        expected = reference(dense, group)
-        assert [score.exact for score in scores] == [exact for _, exact in expected]
-        assert [score.loss for score in scores] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
-    assert {score.exact for score in found[0]} == {True, False}
-
-
-@pytest.mark.parametrize("architecture", ["phi3_longrope", "gemma4", "gemma3"])
-def test_scores_equal_the_reference_where_padding_matters(architecture: str, tmp_path: Path) -> None:
-    """Beyond the original context, with states that layers share, and where tokens see later ones."""
     changes = {"use_bidirectional_attention": True} if architecture == "gemma3" else {}
     model = families.random_model(families.config_of(architecture, **changes))
     model.config.architectures = [type(model).__name__]
-    samples = drawn()
-    expected = [reference(copy.deepcopy(model), [sample])[0][0] for sample in samples]
     model.save_pretrained(tmp_path)
-    (found,) = score_model(families.checkpoints([tmp_path])[0], [samples])
-    assert [score.loss for score in found] == pytest.approx(expected, rel=1e-5)
+    groups = [drawn() if changes else with_answers(model, drawn()), drawn((4, 9)), drawn((7,))]
+    found = score_model(families.checkpoints([tmp_path])[0], groups)
+    for group, scores in zip(groups, found, strict=True):
+        expected = reference(model, group)
+        assert [score.exact for score in scores] == [exact for _, exact in expected]
+        assert [score.loss for score in scores] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    assert changes or {score.exact for score in found[0]} == {True, False}

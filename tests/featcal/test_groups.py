@@ -15,8 +15,8 @@ from support import families
 from support.architecture_scan import small_decoder
 
 from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, kept_in_words
+from mergekit_slta.layers.decoder import INPUT
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.residual import INPUT
 from mergekit_slta.layers.trace import trace, trace_model
 
 ATTENTION = ("self_attn.q_proj/k_proj/v_proj", "self_attn.o_proj")
@@ -55,34 +55,22 @@ def test_what_is_kept_are_routers_and_experts_that_cannot_be_called(architecture
     assert kept == KEPT.get(architecture, set())
 
 
-class Router(torch.nn.Linear):
-    """Returns its product, and the expert of each token."""
-
-    def forward(self, input: torch.Tensor) -> Any:
-        product = super().forward(input)
-        return product, product.argmax(1)
-
-
 class Mixture(torch.nn.Module):
     """Two experts of numbered modules, each called with the tokens that go to it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = Router(32, 2)
-        self.experts = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32)) for _ in range(2)
-        )
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         flat, summed = hidden.flatten(0, 1), torch.zeros_like(hidden).flatten(0, 1)
-        _, chosen = self.gate(flat)
         for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
+            rows = ((flat[:, 0] > 0) == bool(number)).nonzero().flatten()
             summed = summed.index_add(0, rows, expert(flat[rows]))
         return summed.view_as(hidden)
 
 
-def test_a_mixtures_experts_and_router_that_are_modules_of_their_own_are_kept() -> None:
+def test_a_mixtures_experts_that_are_modules_of_their_own_are_kept() -> None:
     class Model(transformers.LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -93,10 +81,8 @@ def test_a_mixtures_experts_and_router_that_are_modules_of_their_own_are_kept() 
         model = Model(families.config_of("llama")).eval()
     found = find_groups(trace_model(model), 0)
     assert tuple(map(str, found.groups)) == ATTENTION
-    experts = {f"mlp.experts.{expert}.{part}" for expert in (0, 1) for part in (0, 1)}
     assert found.kept == {
-        "mlp.gate": "in a module that does more than multiply",
-        **dict.fromkeys(experts, "in a module that is given some of the tokens only"),
+        f"mlp.experts.{expert}": "in a module that is given some of the tokens only" for expert in (0, 1)
     }
 
 
@@ -129,26 +115,13 @@ def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> 
     assert kept["self_attn.o_a_proj"] == "in a module that does more than multiply"
 
 
-# Which maps correct what the maps before them have missed; ``featcal_reference.WRITERS`` has more
-
-
-@pytest.mark.parametrize(
-    ("architecture", "writers"),
-    [
-        ("gemma2", {}),  # a norm is behind each branch
-        ("cohere", {"mlp.down_proj": Writer(1.0, {INPUT: 1.0, "self_attn": 1.0})}),  # beside the attention
-        (
-            "granite_moe_hybrid",  # its configuration multiplies every branch
-            {
-                "mamba.out_proj": Writer(0.4, {INPUT: 1.0}),
-                "shared_mlp.output_linear": Writer(0.4, {INPUT: 1.0, "mamba": 0.4, "block_sparse_moe": 0.4}),
-            },
-        ),
-        ("mixtral", {"self_attn.o_proj": Writer(1.0, {INPUT: 1.0})}),  # a router weighs the routed experts' outputs
-    ],
-)
-def test_maps_that_add_a_constant_times_their_output_are_writers(architecture: str, writers: dict[str, Writer]) -> None:
-    found = groups_by_layer(families.skeleton(architecture))[-1].writers
+def test_a_map_whose_output_is_added_times_a_constant_is_a_writer() -> None:
+    """Granite's configuration multiplies every branch; ``featcal_reference.WRITERS`` has those without a constant."""
+    writers = {
+        "mamba.out_proj": Writer(0.4, {INPUT: 1.0}),
+        "shared_mlp.output_linear": Writer(0.4, {INPUT: 1.0, "mamba": 0.4, "block_sparse_moe": 0.4}),
+    }
+    found = groups_by_layer(families.skeleton("granite_moe_hybrid"))[-1].writers
     assert found.keys() == writers.keys()
     for module, writer in writers.items():
         assert found[module].factor == pytest.approx(writer.factor)

@@ -17,6 +17,7 @@ from support import families
 from support.adapters import write_adapter
 from support.examining import chat_model
 from support.families import Family
+from support.html_elements import assert_self_contained
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.slta.statistics import Statistics
@@ -59,7 +60,10 @@ def test_featcal_says_how_far_its_features_are_from_each_models_own(llama: Famil
     recipe, out = families.write_recipe(tmp_path / "recipe.yml", content), tmp_path / "out"
     said, page, _ = said_after(run_yaml.main, recipe, out)
     assert "0% is the model itself, lower is better" in said
-    assert page == f"Report: {pages / 'featcal.html'}" and (pages / "featcal.html").is_file()
+    assert page == f"Report: {pages / 'featcal.html'}"
+    text = (pages / "featcal.html").read_text()
+    assert_self_contained(text)
+    assert str(tmp_path) not in text and ">expert0</th>" in text
     merged, (base, expert, *_) = families.load_model(out).float(), llama.models()
     experiment = families.experiment(content)
     for task, (model, found) in enumerate(zip((expert, base), re.findall(r"(\d+\.\d)%", said), strict=True)):

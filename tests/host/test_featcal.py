@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,8 @@ from conftest import MakeFamily
 from support import families, featcal_reference
 from support.adapters import write_adapter
 from support.families import Family
-from support.html_elements import assert_self_contained
-from support.merging import counted, merged_state, spoiled, worst_error
+from support.merging import merged_state, worst_error
 
-from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import scratch
 from mergekit_slta.layers.trace import trace
 
 
@@ -72,26 +68,3 @@ def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path
     } <= moved
     assert not [name for name in moved if "norm" in name or "embed" in name]
     assert moved <= {name for layer in range(3) for name in decoder.layer_tensors(layer).values()} | {"lm_head.weight"}
-
-
-def test_a_feature_merges_report(llama: Family, tmp_path: Path) -> None:
-    content = feature_recipe(llama, report=str(tmp_path / "report"))
-    families.merge(content, tmp_path / "out")
-    text = (tmp_path / "report" / "featcal.html").read_text()
-    assert_self_contained(text)
-    assert "After the last layer the merged model's features are" in html.unescape(text)
-    for name in ("expert0", "expert1", "expert2"):
-        assert f">{name}</th>" in text
-    assert (tmp_path / "report" / "drift.png").is_file()
-    assert str(tmp_path) not in text
-
-
-def test_what_is_not_finite_in_an_experts_head_is_refused_before_anything_is_solved(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    feature_merges = counted(monkeypatch, scratch, "feature_merge")
-    content = feature_recipe(llama)
-    content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
-    with pytest.raises(SltaError, match=r"spoiled holds NaN or Inf in the tensor lm_head\.weight"):
-        families.merge(content, tmp_path / "out")
-    assert not feature_merges

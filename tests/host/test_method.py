@@ -18,40 +18,34 @@ from mergekit_slta.errors import SltaError
 
 
 @pytest.mark.parametrize(
-    ("method", "role", "tensor"),
+    ("method", "level", "spoilt", "tensor"),
     [
-        ("slta", "base", "model.layers.2.mlp.down_proj.weight"),
-        ("slta", "expert", "model.layers.0.input_layernorm.weight"),
-        ("featcal", "expert", "model.embed_tokens.weight"),
+        ("slta", "attn_mlp", 0, "model.layers.2.mlp.down_proj.weight"),
+        ("slta", "attn_mlp", 2, "model.layers.0.input_layernorm.weight"),
+        ("slta", "model", 2, "lm_head.weight"),
+        ("featcal", None, 2, "model.embed_tokens.weight"),
+        ("featcal", None, 2, "lm_head.weight"),
     ],
 )
 def test_what_is_not_finite_is_refused_before_any_output(
-    method: str, role: str, tensor: str, llama: Family, tmp_path: Path
+    method: str, level: str | None, spoilt: int, tensor: str, llama: Family, tmp_path: Path
 ) -> None:
-    content = families.recipe(llama, method)
-    if role == "base":
-        content["base_model"] = str(spoiled(llama.base, tmp_path / "spoiled", tensor))
-    else:
-        content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", tensor))
+    """``spoilt`` is 0 for the base model, or an expert's number."""
+    content = families.recipe(llama, method, **({"level": level} if level else {}))
+    entry, key = (content["models"][spoilt - 1], "model") if spoilt else (content, "base_model")
+    entry[key] = str(spoiled(llama.folders[spoilt], tmp_path / "spoiled", tensor))
     with pytest.raises(SltaError, match=f"spoiled holds NaN or Inf in the tensor {tensor}"):
         families.merge(content, tmp_path / "out")
     assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
-@pytest.mark.parametrize("level", ["model", "layer"])
-def test_what_is_not_finite_outside_the_layers_gets_into_no_output(level: str, llama: Family, tmp_path: Path) -> None:
-    """The experts' heads are not read by the measurement: where they matter, they are refused when they are merged."""
-    content = families.recipe(llama, level=level)
+def test_what_an_expert_holds_outside_the_layers_gets_into_no_output_at_other_levels(
+    llama: Family, tmp_path: Path
+) -> None:
+    content = families.recipe(llama, level="layer")
     content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
-    out = tmp_path / "out"
-    if level == "model":
-        with pytest.raises(SltaError, match=r"lm_head\.weight"):
-            families.merge(content, out)
-        assert list(out.glob("*.safetensors")) == []
-    else:
-        assert torch.equal(
-            merged_state(families.merge(content, out))["lm_head.weight"], merged_state(llama.base)["lm_head.weight"]
-        )
+    merged = merged_state(families.merge(content, tmp_path / "out"))
+    assert torch.equal(merged["lm_head.weight"], merged_state(llama.base)["lm_head.weight"])
 
 
 # What the base model's output head holds -> what is said of it; no calibration looks at it.

@@ -16,39 +16,18 @@ import torch
 import yaml
 from click.testing import CliRunner
 from conftest import MakeFamily, WriteRecipe
-from mergekit.io.tasks import LoaderCache, LoadTensor, SaveTensor
+from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.scripts import multimerge, run_yaml
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
-from support.merging import State, merged_state
+from support.merging import State
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import scratch
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
-from mergekit_slta.slta import measure
 
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
-
-
-@pytest.mark.parametrize("method", ["slta", "featcal"])
-def test_the_models_run_before_mergekit_has_a_tensor_in_memory(
-    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first tensors that it reads are the embeddings of all models, the largest tensors."""
-    order: list[str] = []
-    module, name = (measure, "calibrate") if method == "slta" else (scratch, "feature_merge")
-    for where, function in ((module, name), (LoadTensor, "execute")):
-        run = getattr(where, function)
-
-        def noted(*args: Any, said: str = function, run: Callable[..., Any] = run, **kwargs: Any) -> Any:
-            order.append(said)
-            return run(*args, **kwargs)
-
-        monkeypatch.setattr(where, function, noted)
-    families.merge(families.recipe(llama, method, samples=2), tmp_path / "out")
-    assert order[0] == name and order.count(name) == 1 and "execute" in order
 
 
 class ThreadedExecutor:
@@ -90,26 +69,6 @@ def test_many_threads_agree_with_one(llama: Family, tmp_path: Path, monkeypatch:
     assert_equal(ThreadedExecutor.merged, expected)
 
 
-def test_every_merge_of_a_process_has_its_own_weights(llama: Family, tmp_path: Path) -> None:
-    """The models, the level and the failure of an earlier merge are forgotten."""
-    contents = [
-        families.recipe(llama, level="layer", samples=2),
-        families.recipe(llama, experts=[2, 0], samples=2),
-        families.recipe(llama, "featcal", experts=[2, 0], samples=2),
-    ]
-    alone = []
-    for index, content in enumerate(contents):
-        LoaderCache.loaders.clear()
-        alone.append(merged_state(families.merge(content, tmp_path / f"alone{index}")))
-    broken = families.recipe(llama)
-    broken["models"][0]["parameters"]["template"] = "{nothing}"
-    with pytest.raises(SltaError):
-        families.merge(broken, tmp_path / "broken")
-    for index, content in enumerate(contents):
-        found = merged_state(families.merge(content, tmp_path / f"together{index}"))
-        assert all(torch.equal(found[name], tensor) for name, tensor in alone[index].items())
-
-
 def weights(folder: Path) -> State:
     return load_file(folder / "model.safetensors")
 
@@ -132,13 +91,10 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
     arguments = [tmp_path / "recipes.yml", "--intermediate-dir", parts, "--out-path", tmp_path / "out"]
     done = CliRunner().invoke(multimerge.main, [*map(str, arguments), "--no-write-model-card"])
     assert done.exit_code == 0, done.output
-    alone = merged_state(families.merge({k: v for k, v in first.items() if k != "name"}, tmp_path / "alone"))
-    found = merged_state(parts / "first")
-    assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+    del first["name"]
     second["models"][1]["model"] = str(parts / "first")
-    expected = merged_state(families.merge(second, tmp_path / "second"))
-    found = merged_state(tmp_path / "out")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_equal(weights(parts / "first"), alone(first, tmp_path / "alone"))
+    assert_equal(weights(tmp_path / "out"), alone(second, tmp_path / "second"))
 
 
 def changed(folder: Path) -> State:
@@ -224,13 +180,8 @@ def test_the_folder_of_an_adapter_is_not_overwritten(in_recipe: bool, llama: Fam
     if in_recipe:
         content["models"][0]["model"] = f"{llama.base}+{adapter}"
     before = {file: file.read_bytes() for file in adapter.iterdir()}
-    options = [
-        str(families.write_recipe(tmp_path / "r.yml", content)),
-        str(adapter),
-        "--lora-merge-cache",
-        str(tmp_path / "cache"),
-    ]
-    result = CliRunner().invoke(run_yaml.main, options)
+    recipe, cache = families.write_recipe(tmp_path / "r.yml", content), str(tmp_path / "cache")
+    result = CliRunner().invoke(run_yaml.main, [str(recipe), str(adapter), "--lora-merge-cache", cache])
     assert result.exit_code == 1 and f"{adapter} is the folder of an adapter, which transformers" in result.output
     assert {file: file.read_bytes() for file in adapter.iterdir()} == before
 

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from mergekit.merge_methods import merge_state_dicts
 from support.sftm_reference import merged_tensor
-from support.small_models import MODELS, as_stored, config_of, load, merge, recipe, role_by_hand, run, write_family
+from support.small_models import MODELS, as_stored, config_of, load, merge, role_by_hand, run, write_family
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.host.method import Method
 from mergekit_slta.host.run import METHODS
 from mergekit_slta.host.sftm import SftmMerge
-from mergekit_slta.models import roles
-from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
+from mergekit_slta.models.roles import role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
 
 
@@ -35,31 +32,6 @@ def test_stock_mergekit_merges_every_tensor_as_the_paper_says(key: str, tmp_path
                 name, inputs, partial(merged_tensor, role, weight=[1.0, 1.5], density=[0.2, 0.5], scale=0.7)
             )
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
-
-
-def test_one_whole_expert_comes_back(tmp_path: Path) -> None:
-    family = write_family("llama", tmp_path, experts=1)
-    assert run(recipe("sftm", family, {"density": 1.0}, **{"lambda": 1.0}), tmp_path).exit_code == 0
-    torch.testing.assert_close(load("llama", tmp_path / "merged"), load("llama", family[1][0]), rtol=0, atol=2e-7)
-
-
-def test_an_expert_that_did_not_touch_a_linear_map_does_not_change_its_merge(tmp_path: Path) -> None:
-    base, (expert, other) = write_family("llama", tmp_path)
-    model = transformers.LlamaForCausalLM.from_pretrained(base)
-    with torch.no_grad():
-        model.model.norm.weight.add_(0.1)
-    model.save_pretrained(other)
-    assert run(recipe("sftm", (base, [expert])), tmp_path).exit_code == 0
-    alone = load("llama", tmp_path / "merged")
-    assert run(recipe("sftm", (base, [expert, other])), tmp_path).exit_code == 0
-    for name, tensor in load("llama", tmp_path / "merged").items():
-        assert torch.equal(tensor, alone[name]) or role_by_hand(name) is Role.NORM
-
-
-def test_filters_and_gradients_set_parameters_by_tensor(tmp_path: Path) -> None:
-    family = write_family("llama", tmp_path)
-    density = [{"filter": "mlp", "value": [1.0, 0.5]}, {"value": 0.2}]
-    assert run(recipe("sftm", family, density=density, rank=3), tmp_path).exit_code == 0
 
 
 def test_merges_slices_into_more_layers_than_the_base_model_has(tmp_path: Path) -> None:
@@ -98,24 +70,6 @@ def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCapture
         inputs = [model[name] for model in models]
         wanted = merged_tensor(role_by_shape(name, tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [0.3, 0.3], 0.6)
         torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-5)
-
-
-def test_a_model_that_transformers_cannot_build_merges_by_shapes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*arguments: Any) -> None:
-        raise SltaError("no such architecture")
-
-    monkeypatch.setattr(roles, "meta_model", refuse)
-    family = write_family("llama", tmp_path)
-    with caplog.at_level(logging.WARNING):
-        assert run(recipe("sftm", family), tmp_path).exit_code == 0
-    assert len([line for line in caplog.messages if "no such architecture" in line]) == 1
-    merged, base = load("llama", tmp_path / "merged"), load("llama", family[0])
-    experts = [load("llama", folder) for folder in family[1]]
-    for name, role in [("model.norm.weight", Role.NORM), ("model.layers.0.mlp.up_proj.weight", Role.LINEAR)]:
-        wanted = merged_tensor(role, base[name], [expert[name] for expert in experts], [1.0, 1.0], [0.2, 0.2], 0.6)
-        torch.testing.assert_close(merged[name].double(), wanted, rtol=0, atol=1e-6)
 
 
 def test_integers_pass_through() -> None:

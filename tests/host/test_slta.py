@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 import yaml
 from conftest import MakeFamily
-from safetensors.torch import load_file
 from support import families, reference
-from support.adapters import write_adapter
 from support.families import Family
-from support.merging import counted, merged_state, worst_error
+from support.merging import merged_state, worst_error
 
-from mergekit_slta.slta import measure
 from mergekit_slta.slta.statistics import Statistics
 
 
@@ -55,24 +51,3 @@ def test_the_whole_way_equals_the_naive_one(settings: dict[str, Any], llama: Fam
     values = {name: yaml.safe_load(str(value).lower()) for name, value in settings.items()}
     expected = reference.merged(models, reference.solve(deltas, **values), "layer", split)
     assert worst_error(merged_state(out), expected) < 1e-6
-
-
-def test_merging_in_bfloat16_rounds_and_no_more(make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(dtype=torch.bfloat16)
-    exact = merged_state(families.merge(families.recipe(family), tmp_path / "float32"))
-    for dtype, out_dtype in (("float32", "bfloat16"), ("bfloat16", None)):
-        out = families.merge(families.recipe(family, dtype=dtype, out_dtype=out_dtype), tmp_path / f"in_{dtype}")
-        assert {tensor.dtype for tensor in load_file(next(out.glob("*.safetensors"))).values()} == {torch.bfloat16}
-        assert worst_error(merged_state(out), exact) < 2**-8
-
-
-def test_the_same_lora_is_known_by_content(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrations = counted(monkeypatch, measure, "calibrate")
-    content = families.recipe(llama, experts=[0, 1], statistics=str(tmp_path / "stats"))
-    adapter = write_adapter(llama.base, tmp_path / "adapter")
-    content["models"][0]["model"] = f"{llama.base}+{adapter}"
-    families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
-    copy = shutil.copytree(adapter, tmp_path / "copy")
-    content["models"][0]["model"] = f"{llama.base}+{copy}"
-    families.merge(content, tmp_path / "again", lora_merge_cache=str(tmp_path / "merged again"))
-    assert len(calibrations) == 1

@@ -89,9 +89,6 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
         assert len(decoder) == len(calls) == LAYERS
         for layer in range(LAYERS):
             run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
-            assert run.terms is not None
-            total = torch.stack(list(run.terms.values())).sum(0)
-            assert torch.allclose(total, run.output, atol=TOLERANCE)
             hidden = run.output
             for states, row in zip(hidden, rows, strict=True):
                 assert torch.allclose(states[: LENGTHS[row]], expected[row][layer][0], atol=TOLERANCE)
@@ -192,7 +189,7 @@ def test_tied_weights_are_read_once() -> None:
 def test_a_norm_inside_attention_belongs_to_attention() -> None:
     closed = small_decoder("blip", "BlipForConditionalGeneration")  # a child of it is called output
     found = closed.structures[0]
-    assert found is not None and found.boundary == "attention"
+    assert found.boundary == "attention"
     unused = {"crossattention"}
     assert found.branches == {"attn": {"attention"} | unused, "mlp": {"intermediate", "output"} | unused}
 
@@ -228,7 +225,7 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
             self.model.layers[1] = Twice(self.model.layers[1])
 
     decoder = trace_model(on_meta(Model, families.config_of("llama", architectures=["LlamaForCausalLM"])))
-    assert decoder.structures[0] is not None and decoder.structures[1] is None
+    assert decoder.structures[0].branches and not decoder.structures[1].branches
     for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
         assert layer_submodules(decoder, level, 1) == parts
     assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelReference
-from mergekit.io.tasks import LoaderCache
-from support import families
 from support.adapters import (
     EXPERTS,
     FUSED,
@@ -157,26 +154,3 @@ def test_an_adapter_of_experts_by_older_names_is_applied(
     found = state_of(Path(expert.model.path))
     for name, tensor in with_experts_by_hand(state_of(family.base), adapter, architecture).items():
         assert torch.allclose(found[name].double(), tensor, rtol=1e-6, atol=1e-6), name
-
-
-@pytest.mark.parametrize("method", slow_but({"slta"}, ["slta", "featcal", "actmat"]))
-def test_a_merge_of_an_adapter_of_a_language_model_is_that_of_the_adapter_of_the_whole_model(
-    method: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family, tower = make_family("gemma3_vision"), "model.language_model"
-    _, of_text = listed(text_of(family.base, tmp_path), family.base, tmp_path / "of the text")
-    whole = shutil.copytree(of_text, tmp_path / "of the whole")
-    targets = rf"{re.escape(tower)}\..*\.(q|down)_proj"
-    edit(whole, renamed(lambda name: name.replace(".model.layers", f".{tower}.layers")), target_modules=targets)
-    cache = {"lora_merge_cache": str(tmp_path / "cache")}
-    states = []
-    for adapter in (of_text, whole):
-        recipe = families.recipe(family, method, experts=[0, 1], calibration=method != "actmat")
-        recipe["models"][0]["model"] = f"{family.base}+{adapter}"
-        assert problems(recipe, options=cache) == []
-        LoaderCache.loaders.clear()
-        states.append(state_of(families.merge(recipe, tmp_path / adapter.name / "out", **cache)))
-    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
-    recipe["models"][0]["model"] = str(family.base)  # as it was before: the adapter was left out
-    without = state_of(families.merge(recipe, tmp_path / "without"))
-    assert not torch.equal(without[f"{tower}.{FULL}.weight"], states[0][f"{tower}.{FULL}.weight"])

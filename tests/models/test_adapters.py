@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_slta import check, evaluate, verify
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_weights
+from mergekit_slta.models.adapters import adapter_headers
 from mergekit_slta.models.headers import TensorHeader
 from mergekit_slta.models.merged_adapters import merge_adapter
 
@@ -48,22 +48,6 @@ def test_adapters_on_the_hub(tmp_path: Path) -> None:
             adapter_headers(empty)
         with pytest.raises(SltaError, match="org/none cannot be used: .*there is no such repository"):
             adapter_headers(none)
-
-
-def test_an_adapter_that_mergekit_has_no_folder_for(llama: Family, tmp_path: Path) -> None:
-    recipe = families.recipe(llama, experts=[0])
-    recipe["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path)}"
-    with pytest.raises(SltaError, match="is a LoRA adapter: give mergekit a folder to merge it in"):
-        families.experiment(recipe).open()
-
-
-def test_the_weights_of_an_adapter(tmp_path: Path) -> None:
-    folder = adapter_folder(ModelPath(path=str(tmp_path)))
-    with pytest.raises(SltaError, match="is not a LoRA adapter: it lacks"):
-        adapter_weights(folder)
-    for name in ("adapter_model.bin", "adapter_model.safetensors"):  # the second is preferred
-        (tmp_path / name).write_text("")
-        assert adapter_weights(folder) == tmp_path / name
 
 
 def with_dates_of(folder: Path, change: Callable[[], object]) -> None:
@@ -127,51 +111,21 @@ def test_an_adapter_is_merged_once_for_each_type(llama: Family, tmp_path: Path) 
     assert {folder for folder in cache.iterdir() if folder.is_dir()} == {Path(full.model.path), Path(half.model.path)}
 
 
-def test_an_adapter_in_the_old_format_is_merged_as_in_the_new_one(llama: Family, tmp_path: Path) -> None:
-    new = write_adapter(llama.base, tmp_path / "new")
-    old = shutil.copytree(new, tmp_path / "old")
-    pickle_as_before(old / "adapter_model.bin", load_file(old / "adapter_model.safetensors"))
-    (old / "adapter_model.safetensors").unlink()
-    options = {"lora_merge_cache": str(tmp_path / "cache")}
-    states = []
-    for adapter in (new, old):
-        assert problems(adapted(llama, adapter), options=options) == []
-        out = families.merge(adapted(llama, adapter, "sftm"), tmp_path / f"out of {adapter.name}", **options)
-        states.append(load_file(out / "model.safetensors"))
-    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
-
-
-def test_an_adapter_of_fused_experts_is_merged_as_the_model_that_peft_makes_of_it(
-    make_family: MakeFamily, tmp_path: Path
-) -> None:
-    family = make_family("qwen3_moe")
-    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapter = write_adapter(family.base, tmp_path / "adapter", parameters=fused)
-    states: list[dict[str, torch.Tensor]] = []
-    for name in (f"{family.base}+{adapter}", str(merged_by_peft(family.base, adapter, tmp_path / "full"))):
-        recipe = families.recipe(family, experts=[0, 1], samples=6)
-        recipe["models"][0]["model"] = name
-        out = families.merge(recipe, tmp_path / f"out{len(states)}", lora_merge_cache=str(tmp_path / "cache"))
-        states.append(load_file(out / "model.safetensors"))
-    for name, tensor in states[1].items():
-        assert torch.allclose(states[0][name], tensor, rtol=1e-5, atol=1e-6), name
-
-
 # The type that an adapter is merged in: the base model's, the recipe's, the option, and what comes out
 
 TYPES = [
-    ("bfloat16", "float32", None, torch.float32),
-    ("bfloat16", "float32", "bfloat16", torch.bfloat16),
-    ("bfloat16", "bfloat16", None, torch.bfloat16),
-    ("bfloat16", None, None, torch.bfloat16),
-    ("float16", "float32", None, torch.float32),
-    ("float32", "bfloat16", None, torch.float32),  # what the adapter leaves alone is not rounded
-    ("float32", "bfloat16", "float32", torch.float32),
+    ("slta", "bfloat16", "float32", None, torch.float32),
+    ("task_arithmetic", "bfloat16", "float32", None, torch.float32),
+    ("slta", "bfloat16", "float32", "bfloat16", torch.bfloat16),
+    ("task_arithmetic", "bfloat16", "bfloat16", None, torch.bfloat16),
+    ("slta", "bfloat16", None, None, torch.bfloat16),
+    ("task_arithmetic", "float16", "float32", None, torch.float32),
+    ("slta", "float32", "bfloat16", None, torch.float32),  # what the adapter leaves alone is not rounded
+    ("task_arithmetic", "float32", "bfloat16", "float32", torch.float32),
 ]
 
 
-@pytest.mark.parametrize(("stored", "dtype", "option", "wanted"), TYPES)
-@pytest.mark.parametrize("method", ["slta", "task_arithmetic"])
+@pytest.mark.parametrize(("method", "stored", "dtype", "option", "wanted"), TYPES)
 def test_the_recipes_type_decides_what_an_adapter_is_merged_in(
     method: str,
     stored: str,
@@ -217,6 +171,7 @@ KINDS = {
     "ia3": peft.IA3Config(feedforward_modules=[], **TWO_MAPS),
     "vera": peft.VeraConfig(r=4, **TWO_MAPS),
     "vblora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, **TWO_MAPS),
+    "in the old format": peft.LoraConfig(**TWO_MAPS),
     "shira": peft.ShiraConfig(r=2, **TWO_MAPS),
 }
 
@@ -229,6 +184,10 @@ def test_adapters_of_all_kinds_are_whole_and_merged_as_by_peft(kind: str, llama:
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(str(tmp_path / "adapter"))
+    if kind == "in the old format":
+        file = tmp_path / "adapter/adapter_model.safetensors"
+        pickle_as_before(file.with_suffix(".bin"), load_file(file))
+        file.unlink()
     options = {"lora_merge_cache": str(tmp_path / "cache")}
     assert problems(adapted(llama, tmp_path / "adapter"), options=options, merging=False) == []
     reference = ModelReference.parse(f"{llama.base}+{tmp_path / 'adapter'}")

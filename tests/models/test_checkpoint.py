@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.skeleton import meta_model
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
@@ -35,6 +36,7 @@ def test_the_layout_of_the_files_does_not_change_the_values(
     one, other = opened(base), opened(layout(base, tmp_path / "other"))
     stored = load_file(base / "model.safetensors")
     names = {name: name for name in stored}
+    assert folder_headers(Path(other.folder)) == folder_headers(base) and other.fingerprint() == one.fingerprint()
     for found in (one, other):
         read = found.read(names, built(base))
         assert set(read) == set(stored)

@@ -15,15 +15,12 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from safetensors.torch import load_file, save_file
-from support.copies import pickled, pickled_as_before
+from support.copies import pickled
 from support.families import Family
 from support.hub import Hub, serve
-from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import (
     TensorHeader,
     file_headers,
@@ -62,15 +59,6 @@ def refusal(folder: Path | str) -> str:
     with pytest.raises(SltaError) as error:
         open_model(ModelReference.parse(str(folder)))
     return error.value.message
-
-
-def test_headers_are_those_of_the_tensors(folder: Path) -> None:
-    expected = headers_of(load_file(folder / "model.safetensors"))
-    assert folder_headers(folder) == expected
-    assert folder_headers(pickled(folder, folder.parent / "pickled")) == expected
-    assert folder_headers(pickled_as_before(folder, folder.parent / "before")) == expected
-    shard(folder)
-    assert folder_headers(folder) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
@@ -181,17 +169,6 @@ def test_a_model_that_cannot_be_used_is_refused_in_a_sentence_that_names_it(name
     message = refusal(folder)
     assert words in message
     assert str(folder) in message
-
-
-def test_of_two_sets_of_weights_transformers_reads_the_whole_one_and_mergekit_the_index(folder: Path) -> None:
-    keep_the_whole(folder)
-    for file in folder.glob("model-*.safetensors"):
-        save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()["model.norm.weight"]
-    read = LazyTensorLoader.from_disk(str(folder)).get_tensor("model.norm.weight")
-    assert read is not None and torch.equal(read, 2 * theirs)
-    with pytest.raises(SltaError, match="two sets of weights"):
-        Checkpoint(ModelReference.parse(str(folder))).open()
 
 
 def test_an_index_may_list_the_whole_file(folder: Path) -> None:

@@ -30,6 +30,7 @@ def recipe(family: Family) -> dict[str, Any]:
     (family.base / "additional_chat_templates").mkdir()
     for name in (*TEMPLATES, *OTHERS):
         (family.base / name).write_text("{}")
+    (family.base / "modeling_own.py").write_text("from .helper import scale\n")
     (family.base / GENERATION).write_text('{"eos_token_id": [2, 5]}')
     (family.base / "notes.json").write_text("{}")
     edit_config(family.base, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
@@ -258,7 +259,7 @@ def test_a_merge_stops_where_its_chat_template_ends_a_turn(
     assert content(out / GENERATION).get("top_k") == (7 if "expert" in str(changes.values()) else None)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tokenizer": {"source": "base"}}, {"chat_template": CHATML}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"tokenizer": {"source": "base"}}], ids=str)
 def test_what_mergekit_does_not_download_is_fetched(
     changes: dict[str, Any], recipe: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from mergekit.config import MergeConfiguration
+from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
+from support.copies import edit_tensors, edited
+from support.examining import edit_config
 from support.families import Family
 
 from mergekit_slta.cli.commands import main
@@ -25,8 +27,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
 def check(content: dict[str, Any], out: Path, **options: Any) -> Verification:
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
-    return verify(recipe, out, quiet=True, **options)
+    return verify(Recipe(content), out, quiet=True, **options)
 
 
 def change(out: Path, spoil: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -91,10 +92,15 @@ def test_a_vocabulary_that_mergekit_aligned_may_have_other_rows(llama: Family, t
     assert len(check(content, out).problems) == 2  # the embedding and the head
 
 
+def of_mergekits_own_method(family: Family) -> dict[str, Any]:
+    content = families.recipe(family, "linear", calibration=False, per_expert={"weight": 1.0})
+    del content["base_model"]
+    return content
+
+
 @pytest.mark.parametrize("sliced", [False, True])
 def test_a_merge_by_mergekits_own_method(llama: Family, tmp_path: Path, sliced: bool) -> None:
-    content = families.recipe(llama, "linear", calibration=False, per_expert={"weight": 1.0})
-    del content["base_model"]
+    content = of_mergekits_own_method(llama)
     if sliced:
         sources = [{**entry, "layer_range": [0, 1]} for entry in content.pop("models")]
         content["slices"] = [{"sources": sources}, {"sources": sources}]
@@ -124,6 +130,63 @@ def test_what_is_wrong_is_named(
     change(out, spoil)
     (problem,) = check(content, out).problems
     assert said in problem
+
+
+HEAD, UP = "mtp.layers.0.self_attn.q_proj.weight", "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+LOADING: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "sound": ("mixtral", lambda tensors: None, ""),
+    "random": (
+        "mixtral",
+        lambda tensors: tensors.pop("lm_head.weight"),
+        "transformers does not find lm_head.weight in the folder, and would draw them at random.",
+    ),
+    "strange": (
+        "mixtral",
+        lambda tensors: tensors.update(more=torch.zeros(2)),
+        "transformers does not know more, which ",
+    ),
+    "incomplete": ("mixtral", lambda tensors: tensors.pop(UP), "transformers cannot load the folder ("),
+    "misshapen": (
+        "mixtral",
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}),
+        "model.norm.weight have other shapes than the folder's config.json says.",
+    ),
+    "headless": ("qwen3_5", lambda tensors: tensors.pop(HEAD), f"{HEAD} of "),  # which transformers ignores
+}
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_how_transformers_loads_a_merge_whose_tensors_mergekit_chose(
+    name: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    architecture, spoil, said = LOADING[name]
+    family = make_family(architecture, experts=1)
+    edit_tensors(family.base, lambda tensors: tensors.update({HEAD: torch.ones(32, 32)}))
+    content = of_mergekits_own_method(family)
+    content["models"].insert(0, {"model": str(family.base), "parameters": {"weight": 1.0}})
+    problems = check(content, edited(family.base, tmp_path / "merged", spoil)).problems
+    assert len(problems) == bool(said) and all(problem.startswith(said) for problem in problems), problems
+
+
+def test_a_configuration_that_transformers_cannot_load(copied: tuple[dict[str, Any], Path]) -> None:
+    content, out = copied
+    edit_config(out, num_attention_heads="four")
+    (problem,) = check(content, out).problems
+    assert problem.startswith("transformers cannot load the folder (")
+
+
+def test_files_that_converters_and_servers_read(family: Family) -> None:
+    base, folder, content = family.base, family.experts[0], families.recipe(family, "sftm", calibration=False)
+    assert check(content, folder).notes == ()
+    for name in ("tokenizer.model", "preprocessor_config.json", "chat_template.jinja", "generation_config.json"):
+        (base / name).write_text("{}")
+    (folder / "generation_config.json").unlink()
+    lacking, template = check(content, folder).notes
+    assert lacking.startswith("generation_config.json, preprocessor_config.json, tokenizer.model of ")
+    assert template == f"{base} has a chat template and the folder has none: copy chat_template.jinja."
+    # With a tokenizer and a template of its own, the merge needs the processor only.
+    (processor,) = check(content | {"tokenizer_source": "base", "chat_template": "chatml"}, folder).notes
+    assert processor.startswith("preprocessor_config.json of ")
 
 
 def test_the_command_ends_with_status_1_on_a_problem(copied: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

@@ -61,10 +61,3 @@ def test_what_is_solved_with_takes_their_numbers(number: Callable[[float], Any])
         statistics.solve(keep_weight=number(-1.0))
     with pytest.raises(SltaError, match=r"'samples' is .*2\.5.*: give a whole number"):
         statistics.solve(samples=number(2.5))
-
-
-def test_task_weights_may_be_an_array() -> None:
-    statistics = synthetic.statistics(["a", "b"], ["layer"])
-    arrays: list[Any] = [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])]
-    for weights in arrays:
-        assert statistics.solve(task_weights=weights).to_json() == statistics.solve(task_weights=[1, 2]).to_json()

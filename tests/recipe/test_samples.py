@@ -16,34 +16,25 @@ from transformers import AutoTokenizer
 
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task
-from mergekit_slta.recipe.samples import Samples
-from mergekit_slta.recipe.settings import CalibrationSettings
-
-SETTINGS = CalibrationSettings(samples=3, max_tokens=12, seed=1)
 
 
-def samples_of(base: Path) -> Samples:
-    experiment = Experiment(families.recipe_of(str(base), {"expert": "x.jsonl"}))
-    return Samples(SETTINGS, experiment.tokenizer(ModelReference.parse(str(base))), experiment.tokenizer)
+def experiment_of(base: Path) -> Experiment:
+    return Experiment(families.recipe_of(str(base), {"expert": "x.jsonl"}, samples=3))
 
 
 CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
 
 
-def test_an_adapters_own_chat_template_is_used(llama: Family, tmp_path: Path) -> None:
+def test_an_adapters_own_chat_template_and_tokenizer_are_used(llama: Family, tmp_path: Path) -> None:
     families.write_tokenizer(tmp_path, CHAT)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
     expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
-    (row,) = samples_of(llama.base).of(expert).token_ids
-    assert row == tuple(AutoTokenizer.from_pretrained(llama.base)("abc.", add_special_tokens=False)["input_ids"])
-
-
-def test_an_adapters_own_tokenizer_is_used(llama: Family, tmp_path: Path) -> None:
-    families.write_tokenizer(tmp_path)
-    swap_ids(tmp_path)
-    own = samples_of(llama.base).tokenizer_of(ModelReference.parse(f"{llama.base}+{tmp_path}"))
     base = AutoTokenizer.from_pretrained(llama.base)
-    assert own("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
+    (row,) = experiment_of(llama.base).samples(expert).token_ids
+    assert row == tuple(base("abc.", add_special_tokens=False)["input_ids"])
+    swap_ids(tmp_path)
+    tokenizer = experiment_of(llama.base).tokenizer(expert.reference)
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
 
 
 def rename(folder: Path) -> None:

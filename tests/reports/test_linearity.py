@@ -13,7 +13,7 @@ from support.html_elements import Elements, assert_self_contained
 from support.linearity_values import NAMES, all_values, plan_of
 
 from mergekit_slta.nonlinearity.result import Linearity, Value
-from mergekit_slta.nonlinearity.scores import plan_studies
+from mergekit_slta.nonlinearity.studies import plan_studies
 from mergekit_slta.reports.linearity import linearity_page, score_sentence, verdict, write_linearity
 
 
@@ -54,30 +54,33 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
     result, folder = written
     text = (folder / "linearity.html").read_text()
     assert_self_contained(text)
-    said = " ".join(Elements(text).text.split())
+    elements = Elements(text)
+    said = " ".join(elements.text.split())
     scores = result.metrics["non_linearity"]
     model = torch.tensor([scores["model"][name]["model"].mean for name in NAMES]).mean()
     layers = torch.tensor([value.mean for name in NAMES for value in scores["layer"][name].values()]).mean()
     assert f"{model:.2g} for the whole model, {layers:.2g} for a layer" in score_sentence(result)
     distance = result.metrics["projection_distance"]["model"]["one+two+three"]["model"].mean
-    first, of_experts, of_pairs, of_triples, _ = linearity_page(result).verdict
-    assert of_experts == score_sentence(result) and f"{distance:.2g} for the whole model" in of_triples
-    assert first == verdict(result)
-    assert (
-        said.index(first)
-        < said.index(of_experts)
-        < said.index(of_pairs)
-        < said.index(of_triples)
-        < said.index("Single experts")
-    )
-    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
+    page = linearity_page(result)
+    first, of_experts, of_pairs, of_triples, _ = page.verdict
+    assert (first, of_experts) == (verdict(result), score_sentence(result))
+    assert f"{distance:.2g} for the whole model" in of_triples
+    places = [said.index(words) for words in (first, of_experts, of_pairs, of_triples, "Single experts")]
+    assert places == sorted(places)
     assert all(f"{name}, 1 sample" in said for name in NAMES)
+    charts = [chart.name for section in page.sections for chart in section.charts]
+    assert charts == ["non-linearity", "projection-distance", "cosine", "distances-1", "distances-2", "distances-3"]
+    assert {*charts} == {file.stem for file in folder.glob("*.png")}
+    images = [image for tag, image in elements.found if tag == "img"]
+    assert len(images) == len(charts)
+    assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
 
 
 def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Linearity, Path]) -> None:
     result, _ = written
     scores, said, distances, _ = repr(result).split("\n\n")
     assert scores == str(result.score_table()) and said.endswith("0 is linear.")
+    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
     assert distances.splitlines()[0].endswith("one + two + three")
     frame = result.to_frame().set_index(["metric", "level", "experts", "submodule"])
     values = all_values(result)
@@ -86,28 +89,6 @@ def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Line
     heights = [bar.get_width() for bars in result.plot().axes[0].containers for bar in bars if hasattr(bars, "patches")]
     pooled = [result.pooled("non_linearity", [name]).values() for name in NAMES]
     assert heights == [value.mean for by_group in pooled for value in by_group]
-
-
-def test_the_figures_are_files_and_in_the_page(written: tuple[Linearity, Path]) -> None:
-    text = (written[1] / "linearity.html").read_text()
-    charts = [chart for section in linearity_page(written[0]).sections for chart in section.charts]
-    assert {chart.name for chart in charts} == {file.stem for file in written[1].glob("*.png")} == {
-        "non-linearity", "projection-distance", "cosine", "distances-1", "distances-2", "distances-3",
-    }  # fmt: skip
-    images = [image for tag, image in Elements(text).found if tag == "img"]
-    assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
-    assert len(images) == len(charts)
-
-
-@pytest.mark.parametrize(
-    ("layer", "said"),
-    [(0.5, "The submodules of one are more linear than the whole models"), (2.0, "Not all submodules")],
-)
-def test_the_sentence_on_scores_compares_submodules_with_the_model(layer: float, said: str) -> None:
-    scores = {"model": {"one": {"model": Value(2.0, 0, 1)}}, "layer": {"one": {"layer.0": Value(layer, 0, 1)}}}
-    result = Linearity(("one",), ("model", "layer"), (1,), {"non_linearity": scores}, {}, {}, {})
-    assert said in score_sentence(result)
-    assert f"2 for the whole model and {layer:.2g} for a layer" in score_sentence(result)
 
 
 def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linearity:
@@ -125,7 +106,7 @@ def test_the_verdict_says_whether_to_merge_and_which_pair_disturbs_each_other_wh
     distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
     mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
     assert mergeable.startswith("Linear enough to merge these by weights: at level layer, features change nearly")
-    assert " math and code disturb each other most in layer 2: what they change together is 3 % off" in mergeable
+    assert " math and code disturb each other most: what they change together is 3 % off" in mergeable
     bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
     assert bent.startswith("code does not fit merging weights") and "leave it out, or merge by featcal" in bent
     assert verdict(scored({"math": 0.1}, {})).startswith("Linear enough to merge it by weights:")

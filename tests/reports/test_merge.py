@@ -15,9 +15,9 @@ from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page, verdict
-from mergekit_slta.slta.solution import Solution
 from mergekit_slta.slta.solver import pooled
-from mergekit_slta.slta.statistics import CalibrationInfo, Statistics
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import CalibrationInfo
 from mergekit_slta.words import percent, plain_number
 
 
@@ -64,10 +64,7 @@ def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
     ("power", "said"),
     [
         (0.05, "These can be merged: weighted sums keep most of each expert's feature change."),
-        (
-            0.5,
-            "Both lose more than a quarter of the feature change: score the merge by mergekit-slta evaluate",
-        ),
+        (0.5, "Both lose more than a quarter of the feature change: score the merge by mergekit-slta evaluate"),
         (1.5, "Both lose most of the feature change: leave one of them out, or merge by featcal"),
     ],
 )
@@ -106,45 +103,30 @@ def test_the_base_models_own_task_is_said() -> None:
     assert list(chart.table.rows[3])[1:] == list(map(percent, [solution.base_kept, *solution.kept.tolist()]))
 
 
-@pytest.fixture(scope="module", params=["model", "attn_mlp", "linear"])
-def everything(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Solution, Path]:
-    """A solution with names that try to break out, and its report."""
+@pytest.mark.parametrize("level", ["model", "attn_mlp", "linear"])
+def test_the_page_needs_nothing_else_and_its_tables_hold_the_solution(level: str, tmp_path: Path) -> None:
+    """The experts' names try to break out."""
     models = ["org/<script>alert(1)</script>", 'org/$a_{\\beta$&"quoted"', "_hidden"]
-    statistics = synthetic.statistics(models, [request.param], layers=2)
-    if request.param == "linear":
+    statistics = synthetic.statistics(models, [level], layers=2)
+    if level == "linear":
         statistics.grams["layer.0.mlp.experts.1.down_proj"] = torch.zeros(12, 3, 3).double()
     solution = statistics.solve()
-    return solution, report(solution, tmp_path_factory.mktemp("report") / "new")
-
-
-def test_the_page_opens_with_the_verdict_and_needs_nothing_else(everything: tuple[Solution, Path]) -> None:
-    solution, path = everything
-    assert_self_contained(path.read_text())
-    text = " ".join(Elements(path.read_text()).text.split())
+    text = report(solution, tmp_path / "new").read_text()
+    assert_self_contained(text)
+    elements = Elements(text)
+    said = " ".join(elements.text.split())
     meaning = "This is a share of feature change, not accuracy: an expert that keeps little may answer well"
-    assert 0 < text.index(verdict(solution)) < text.index(meaning) < text.index("Share kept")
-
-
-def test_every_chart_is_a_file_a_picture_and_a_table(everything: tuple[Solution, Path]) -> None:
-    solution, path = everything
-    elements = Elements(path.read_text()).found
-    charts = ("retained", "alpha") if solution.level != "model" else ()
-    pictures = {f"{chart}-{solution.level}.png" for chart in charts}
-    images = [attributes for tag, attributes in elements if tag == "img"]
-    assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements)
-    assert all(image["alt"] for image in images)
-    assert {file.name for file in path.parent.iterdir()} == {"report.html", *pictures}
-
-
-def test_the_tables_hold_the_solution(everything: tuple[Solution, Path]) -> None:
-    solution, path = everything
-    text = path.read_text()
-    for name in solution.alpha:
-        shares, weights = solution.retained[name].tolist(), solution.alpha[name].tolist()
-        assert all(f"<td>{percent(share)}</td>" in text for share in shares)
-        assert all(f"<td>{plain_number(weight)} (" in text for weight in weights)
-        row = f'<th scope="row">{name}</th>{"".join(f"<td>{percent(share)}</td>" for share in shares)}</tr>'
-        assert (row in text) == (solution.level != "model")  # whose rows are the experts
+    assert 0 < said.index(verdict(solution)) < said.index(meaning) < said.index("Share kept")
+    pictures = {f"{chart}-{level}.png" for chart in ("retained", "alpha") if level != "model"}
+    images = [attributes for tag, attributes in elements.found if tag == "img"]
+    assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements.found)
+    assert {file.name for file in (tmp_path / "new").iterdir()} == {"report.html", *pictures}
+    for name, alpha in solution.alpha.items():
+        shares = [f"<td>{percent(share)}</td>" for share in solution.retained[name].tolist()]
+        assert all(share in text for share in shares)
+        assert all(f"<td>{plain_number(weight)} (" in text for weight in alpha.tolist())
+        row = f'<th scope="row">{name}</th>{"".join(shares)}</tr>'
+        assert (row in text) == (level != "model")  # whose rows are the experts
 
 
 def test_statistics_of_several_levels_are_solved_at_the_default_one() -> None:
@@ -212,14 +194,6 @@ def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:
     return found
 
 
-@pytest.fixture(scope="module")
-def measured() -> tuple[Statistics, dict[str, reference.Deltas]]:
-    """Statistics of three experts, and the features that they come from."""
-    names = synthetic.submodules(["attn_mlp"], 3)
-    deltas = {name: random_deltas(3, 4, seed) for seed, name in enumerate(names)}
-    return synthetic.statistics(grams={name: found.grams() for name, found in deltas.items()}), deltas
-
-
 def dense_kept(deltas: list[reference.Deltas], alpha: list[torch.Tensor], task: int) -> float:
     """1 - sum J(alpha) / sum J(0) of one task over submodules, every sample balanced."""
     lost = before = 0.0
@@ -232,11 +206,10 @@ def dense_kept(deltas: list[reference.Deltas], alpha: list[torch.Tensor], task: 
     return 1 - lost / before
 
 
-def test_what_is_kept_is_the_share_of_the_squared_feature_change(
-    measured: tuple[Statistics, dict[str, reference.Deltas]],
-) -> None:
-    statistics, deltas = measured
-    solution = statistics.solve("attn_mlp")
+def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
+    names = synthetic.submodules(["attn_mlp"], 3)
+    deltas = {name: random_deltas(3, 4, seed) for seed, name in enumerate(names)}
+    solution = synthetic.statistics(grams={name: own.grams() for name, own in deltas.items()}).solve("attn_mlp")
     alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
     by_layer = kept_by_layer(solution)
     assert list(by_layer) == [0, 1, 2]

@@ -35,14 +35,13 @@ def alphas(grams: Grams, tasks: list[list[list[int]]]) -> torch.Tensor:
     return torch.stack([solve(gram, task_rows(tasks)).alpha for gram in grams.values()])
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)], ids=str)
-def test_equals_the_reference(dtype: torch.dtype, scale: float, make_family: MakeFamily) -> None:
-    family = make_family("qwen2", experts=3, dtype=dtype, scale=scale, records=4)
+def test_three_experts_stored_in_half_precision_equal_the_reference(make_family: MakeFamily) -> None:
+    """Checkpoints in float32 of every architecture are those of tests/test_architectures.py."""
+    family = make_family("qwen2", experts=3, dtype=torch.bfloat16, records=4)
     tasks = family.token_ids()
     grams = families.measure(family, *LEVELS)
-    models = family.models()
     for level in LEVELS:
-        expected = reference.deltas(models, tasks, level, reference.SPLITS["qwen2"])
+        expected = reference.deltas(family.models(), tasks, level, reference.SPLITS["qwen2"])
         assert list(expected) == [name for name in grams if name in expected]
         for name, deltas in expected.items():
             alpha = solve(grams[name], task_rows(tasks)).alpha
@@ -71,16 +70,6 @@ def test_a_sample_whose_tokens_see_later_ones_is_measured_alone(make_family: Mak
     expected = reference.deltas(family.models(), tasks, "layer", reference.SPLITS["gemma3"])
     for name, deltas in expected.items():
         assert gram_difference(grams[name], deltas.grams()) < 1e-4, name
-
-
-def test_the_order_of_the_samples_only_orders_the_rows(llama: Family) -> None:
-    tasks = llama.token_ids()
-    backwards = [samples[::-1] for samples in tasks]
-    rows = torch.cat([torch.arange(len(task)).flip(0) + i * len(task) for i, task in enumerate(tasks)])
-    first, second = (families.measure(llama, *LEVELS, tasks=order) for order in (tasks, backwards))
-    for name, gram in first.items():
-        assert gram_difference(second[name], gram[rows]) < 1e-5
-    assert (alphas(first, tasks) - alphas(second, backwards)).abs().max() < 1e-5
 
 
 def test_every_tensor_is_read_once(llama: Family) -> None:
@@ -127,21 +116,17 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tried
 
 
-def test_batches_are_halved_until_they_fit(small_memory: list[int], llama: Family) -> None:
+def test_batches_are_halved_until_they_fit_and_one_sample_that_does_not_is_an_error(
+    small_memory: list[int], llama: Family
+) -> None:
     samples: list[int] = []
     halved = families.measure(llama, *LEVELS, progress=samples.append)
     assert sum(samples) == len(trace(llama.config)) * sum(map(len, llama.token_ids()))
-    assert max(small_memory) > 40
-    assert small_memory[-1] <= 40
+    assert max(small_memory) > 40 >= small_memory[-1]
     LoaderCache.loaders.clear()
-    expected = families.measure(llama, *LEVELS, batch_tokens=1)
-    assert largest_difference(halved, expected) < 1e-5
-
-
-def test_one_sample_that_does_not_fit_is_an_error(small_memory: list[int], llama: Family) -> None:
-    tasks = [[[3] * 60], [[3] * 10], [[4] * 10]]
+    assert largest_difference(halved, families.measure(llama, *LEVELS, batch_tokens=1)) < 1e-5
     with pytest.raises(SltaError, match="'max_tokens'"):
-        families.measure(llama, *LEVELS, tasks=tasks)
+        families.measure(llama, *LEVELS, tasks=[[[3] * 60], [[3] * 10], [[4] * 10]])
 
 
 # Memory
@@ -171,15 +156,11 @@ def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServe
     assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these
 
 
-def only_attention_of_the_last_layer(name: str) -> bool:
-    return f"layers.{LAYERS - 1}.self_attn" in name
-
-
 def test_layers_that_an_expert_leaves_as_they_are_do_not_run_for_it(
     make_family: MakeFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by content; what runs for it is the branch that it changes, in a layer that it changes."""
-    family = make_family(experts=2, records=2, touch=only_attention_of_the_last_layer)
+    family = make_family(experts=2, records=2, touch=lambda name: f"layers.{LAYERS - 1}.self_attn" in name)
     ran, run = [0] * LAYERS, Decoder.run
 
     def counting(self: Decoder, layer: int, *arguments: Any, **more: Any) -> Any:

@@ -17,10 +17,10 @@ from support.families import Family
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace_model
 from mergekit_slta.nonlinearity.interpolation import Interpolation
-from mergekit_slta.slta.calibrate import Grams, calibrate
+from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.solver import solve
 from mergekit_slta.slta.weights import TensorWeights
 
@@ -84,46 +84,30 @@ def traced(mlp: str) -> Decoder:
     return trace_model(model.eval())
 
 
-def measured(mlp: str, folder: Path, decoder: Decoder) -> tuple[Grams, Grams]:
-    """The samples' Gram matrices from batches of several samples, and each sample's alone."""
-    family = write_models(mlp, folder)
+@pytest.mark.parametrize("mlp", MLPS)
+def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_path: Path) -> None:
+    """The Gram matrices from batches of several samples are those of each sample alone, in studies of linearity too."""
+    family, decoder = write_models(mlp, tmp_path), traced(mlp)
     models, tasks = families.checkpoints(family.folders), family.token_ids()
     together = calibrate(decoder, models, tasks, ["linear"])
     with families.batches_of(1):
-        return together, calibrate(decoder, models, tasks, ["linear", "layer"])
-
-
-@pytest.mark.parametrize(("mlp", "expert"), [("numbers", "0"), ("words", "expert_0")])
-def test_a_layer_with_such_experts_is_measured_as_a_whole(mlp: str, expert: str, tmp_path: Path) -> None:
-    decoder = traced(mlp)
-    (fallback,) = fallbacks(decoder, "linear")
-    assert str(fallback) == (
-        f"Level linear falls back to level layer in layers 1 to 2 (LlamaDecoderLayer): mlp.experts.{expert} is given "
-        "the features of some tokens only."
-    )
-    assert "layer.0.mlp.up_proj" in layer_submodules(decoder, "linear", 0)
-    together, alone = measured(mlp, tmp_path, decoder)
-    assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}
+        alone = calibrate(decoder, models, tasks, ["linear", "layer"])
+    at_experts = pass_layers(Interpolation(decoder, models, tasks, Ranks(), ["linear"], torch.eye(2).double()))
+    assert at_experts.keys() == together.keys() >= {"layer.0.mlp.up_proj"}
     for name, grams in together.items():
         torch.testing.assert_close(grams, alone[name], rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(grams, at_experts[name], rtol=1e-5, atol=1e-9)
+    said = list(map(str, fallbacks(decoder, "linear")))
+    if mlp == "first":  # one row of each sample, in their order
+        assert "layer.1.mlp.first" in together and not said
+        return
+    expert = "0" if mlp == "numbers" else "expert_0"
+    assert said == [
+        f"Level linear falls back to level layer in layers 1 to 2 (LlamaDecoderLayer): mlp.experts.{expert} is given "
+        "the features of some tokens only."
+    ]
+    assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}
     task = torch.tensor([0] * 4 + [1] * 4)
     weights = TensorWeights(decoder, "linear", {name: solve(grams, task) for name, grams in together.items()})
     name = "model.layers.1.mlp.experts"
     assert torch.equal(weights[f"{name}.{expert}.weight"], weights["model.layers.1.self_attn.q_proj.weight"])
-
-
-def test_a_map_of_each_samples_first_token_keeps_to_its_sample(tmp_path: Path) -> None:
-    together, alone = measured("first", tmp_path, traced("first"))
-    assert "layer.1.mlp.first" in together
-    for name, grams in together.items():
-        torch.testing.assert_close(grams, alone[name], rtol=1e-5, atol=1e-9)
-
-
-def test_interpolated_models_are_measured_as_a_whole_too(tmp_path: Path) -> None:
-    family, decoder = write_models("numbers", tmp_path), traced("numbers")
-    models, tasks = families.checkpoints(family.folders), family.token_ids()
-    expected = calibrate(decoder, models, tasks, ["linear"])
-    found = pass_layers(Interpolation(decoder, models, tasks, Ranks(), ["linear"], torch.eye(2).double()))
-    assert found.keys() == expected.keys()
-    for name, grams in expected.items():
-        torch.testing.assert_close(found[name], grams, rtol=1e-5, atol=1e-9)

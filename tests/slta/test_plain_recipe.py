@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.slta import plain_recipe as module
-from mergekit_slta.slta.measure import measure, measured_statistics
-from mergekit_slta.slta.plain_recipe import PlannedTensor, plain_recipe, planned_tensors, weight_settings
+from mergekit_slta.slta import plain_recipe
+from mergekit_slta.slta.lookup import measure, measured_statistics
+from mergekit_slta.slta.plain_recipe import PlannedTensor, planned_tensors, weight_settings
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights
 
@@ -66,9 +66,8 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
             experts = (2, 0) if level == "layer" else (0, 1, 2)
             content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), level=level)
             ours, stock = (folder / f"{architecture}-{level}-{way}" for way in ("slta", "plain"))
-            paths = {own.name: str(own) for own in family.folders}
-            text = plain_recipe(statistics.take(experts).solve(level), models=paths)
-            stock.with_suffix(".yml").write_text(text)
+            paths = {own.name: str(own) for own in (family.base, *(family.experts[index] for index in experts))}
+            statistics.take(experts).solve(level).save_recipe(stock.with_suffix(".yml"), models=paths)
             outputs[f"{architecture} {level}"] = (families.merge(content, ours), stock)
             arguments += [str(stock.with_suffix(".yml")), str(stock)]
     run_stock(folder, arguments)
@@ -166,59 +165,16 @@ def assert_justified(refusal: str, weights: TensorWeights) -> None:
         assert "fused experts" in refusal and weights.level == "linear" and weights[named].ndim > 1
 
 
-def planned_of(table: Mapping[str, Sequence[float] | float]) -> list[PlannedTensor]:
-    """Planned tensors from a table: a name with {} to a weight per layer, or a name to one weight."""
-    return [
-        PlannedTensor(name.format(layer), layer if "{}" in name else None, (weight,))
-        for name, weights in table.items()
-        for layer, weight in enumerate(weights if isinstance(weights, Sequence) else [weights])
-        if weight == weight
-    ]
-
-
-NOTHING = float("nan")  # of a layer without that tensor
-# By what is told apart: the tensors' weights by layer, and the filters.
-FILTERED: dict[str, tuple[dict[str, Any], list[str | None]]] = {
-    "the layers": (
-        {"embed": 0.0, "model.layers.{}.a.w": [1, 2, -3], "model.layers.{}.b.w": [1, 2, -3]},
-        ["model.layers.", None],
-    ),
-    "names that hold other names": (
-        {"norm.w": 0.0, "h.{}.norm.w": [1.0] * 12, "h.{}.mlp.w": [2.0] * 12, "h.{}.mlp_norm.w": [3] * 12},
-        [".norm.", ".mlp.", ".mlp_norm.", None],
-    ),
-    "layers of different kinds": (
-        {
-            "embed": 0.0,
-            "layers.{}.conv.w": [1.0, NOTHING, 3.0],
-            "layers.{}.attn.w": [NOTHING, 2.0, NOTHING],
-            "layers.{}.mlp.w": [4.0, 5.0, 6.0],
-        },
-        [".conv.", ".attn.", ".mlp.", None],
-    ),
-    "the only layer": (
-        {"embed": 0.0, "layers.{}.a.w": [1.0], "layers.{}.b.w": [2.0], "norm.w": 0.0},
-        [".a.", ".b.", None],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FILTERED)
-def test_filters_tell_tensors_of_other_weights_apart(name: str) -> None:
-    table, expected = FILTERED[name]
-    settings = assert_reproduced(planned_of(table), max(map(len, filter(None, table.values()))))
-    assert [entry.get("filter") for entry in settings[0]] == expected
-
-
-def test_one_weight_for_everything_needs_no_filter() -> None:
-    planned = planned_of({"embed": 0.5, "layers.{}.a.w": [0.5, 0.5]})
-    assert assert_reproduced(planned, 2) == [0.5]
-
-
-def test_tensors_that_no_filter_tells_apart_get_their_full_names() -> None:
-    table: dict[str, Any] = {"wte": 0.0, "h.{}.norm.w": list(range(12)), "h.{}.attn.norm.w": list(range(20, 32))}
-    found = [entry.get("filter") for entry in assert_reproduced(planned_of(table), 12)[0]]
-    assert "h.1.norm.w" in found and "h.11.norm.w" in found
+def test_tensors_that_no_pattern_tells_apart_get_their_full_names() -> None:
+    """And one of layer 1 is not taken for one of layer 11, nor a norm for one whose name holds its own."""
+    planned = [PlannedTensor("wte", None, (0.0,)), PlannedTensor("norm.w", None, (0.0,))]
+    for layer in range(12):
+        planned.append(PlannedTensor(f"h.{layer}.norm.w", layer, (layer,)))
+        planned.append(PlannedTensor(f"h.{layer}.attn.norm.w", layer, (20.0 + layer,)))
+        planned += [PlannedTensor(f"h.{layer}.conv.w", layer, (3.0,))] * (layer % 2)  # not in every layer
+    (setting,) = assert_reproduced(planned, 12)
+    names = [entry.get("filter") for entry in setting]
+    assert {f"h.{layer}.norm.w" for layer in range(12)} < {*names} and names[-3:] == [".attn.", ".conv.", None]
 
 
 # What the recipe says
@@ -239,34 +195,27 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_a_recipe_names_models_dtypes_and_tokenizer(base: Path) -> None:
-    text = plain_recipe(
-        statistics_of("attn_mlp").solve("attn_mlp"),
-        models={"org/base": str(base), "org/expert1": "./mine"},
-        tokenizer_source="base",
-    )
-    content = yaml.safe_load(text)
-    assert content["merge_method"] == "task_arithmetic"
-    assert content["base_model"] == str(base)
-    assert [entry["model"] for entry in content["models"]] == ["org/expert0", "./mine"]
-    assert (content["dtype"], content["out_dtype"], content["tokenizer_source"]) == ("float32", "bfloat16", "base")
-
-
-def test_the_header_says_what_the_weights_come_from(base: Path) -> None:
+def test_a_recipe_names_models_and_types_and_what_its_weights_come_from(base: Path, tmp_path: Path) -> None:
     statistics = statistics_of("layer", experts=3).take([2, 0])
     for gram in statistics.grams.values():
         gram[:, 1, :] = gram[:, :, 1] = 0
     solution = statistics.solve("layer", ridge=0.25)
-    text = plain_recipe(solution, models={"org/base": str(base)})
-    header = [line for line in text.splitlines() if line.startswith("#")]
-    assert text.startswith("\n".join(header))
-    said, fingerprint = "\n".join(header), statistics.info.fingerprint
-    for expected in ["level layer", "ridge 0.25", "balance true", "4 samples", "99 tokens", "seed 7"]:
-        assert expected in said
-    assert f"Expert org/expert2: the merge keeps {float(solution.kept[0]):.1%} of its feature change" in said
-    assert "Expert org/expert0: it changes nothing" in said
-    for part in (fingerprint.base.tensors, *fingerprint.experts, f"{2:064x}"):
-        assert part in said
+    models = {"org/base": str(base), "org/expert0": "./mine"}
+    text = solution.save_recipe(tmp_path / "plain.yml", models=models, tokenizer_source="base").read_text()
+    content = yaml.safe_load(text)
+    assert content["merge_method"] == "task_arithmetic"
+    assert content["base_model"] == str(base)
+    assert [entry["model"] for entry in content["models"]] == ["org/expert2", "./mine"]
+    assert (content["dtype"], content["out_dtype"], content["tokenizer_source"]) == ("float32", "bfloat16", "base")
+    header, fingerprint = "\n".join(re.findall("^#.*", text, re.MULTILINE)), statistics.info.fingerprint
+    assert text.startswith(header)
+    for expected in (
+        *("level layer", "ridge 0.25", "balance true", "4 samples", "99 tokens", "seed 7"),
+        f"Expert org/expert2: the merge keeps {float(solution.kept[0]):.1%} of its feature change",
+        "Expert org/expert0: it changes nothing",
+        *(fingerprint.base.tensors, *fingerprint.experts, f"{2:064x}"),
+    ):
+        assert expected in header
     assert "expert1" not in text
 
 
@@ -284,39 +233,32 @@ def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: F
         loaded.solve().save_recipe(tmp_path / "plain.yml")
 
 
-def test_the_model_level_needs_no_configuration() -> None:
-    solution = statistics_of("model").solve("model")
-    content = yaml.safe_load(plain_recipe(solution))
-    weights = [entry["parameters"]["weight"] for entry in content["models"]]
-    assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "heads": ("head_mlp", {}, r"'head_mlp'.*'merge_method: slta'"),
+    "no base model": ("layer", {"base": "none"}, r"'none' is neither .* ORG/NAME: .*models={'org/base': 'PATH'}"),
+    "no folder": ("layer", {"base": "./none/here/"}, r"here/' is neither a folder nor .*--model org/base=PATH"),
+    "another base model": ("layer", {"of": "qwen2"}, r"not the base model.*LlamaForCausalLM: .*--model org/base=PATH"),
+    "a shallower one": (
+        "layer",
+        {"num_hidden_layers": 2},
+        r"has 2 layers and the base model of the statistics 3: .*org",
+    ),
+}
 
 
-def test_heads_are_refused() -> None:
-    statistics = statistics_of("head_mlp")
-    with pytest.raises(SltaError, match=r"'head_mlp'.*'merge_method: slta'"):
-        plain_recipe(statistics.solve("head_mlp"))
-
-
-def test_no_or_another_base_model_is_asked_for(tmp_path: Path) -> None:
-    solution = statistics_of("layer").solve("layer")
-    for unknown in (str(tmp_path / "none"), "none"):
-        said = (
-            rf"'{unknown}' is neither a folder nor .* ORG/NAME: .*models={{'org/base': 'PATH'}}.*--model org/base=PATH"
-        )
-        with pytest.raises(SltaError, match=said):
-            plain_recipe(solution, models={"org/base": unknown})
-    config_of("qwen2").save_pretrained(tmp_path)
-    with pytest.raises(SltaError, match=r"not the base model.*LlamaForCausalLM: .*--model org/base=PATH"):
-        plain_recipe(solution, models={"org/base": str(tmp_path)})
-    deeper = config_of("llama")
-    deeper.num_hidden_layers, deeper.architectures = 2, ["LlamaForCausalLM"]
-    deeper.save_pretrained(tmp_path)
-    with pytest.raises(SltaError, match=r"has 2 layers and the base model of the statistics 3: .*--model org/base"):
-        plain_recipe(solution, models={"org/base": str(tmp_path)})
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_recipe_can_say_is_refused(name: str, tmp_path: Path) -> None:
+    level, changes, words = REFUSED[name]
+    config = config_of(changes.pop("of", "llama"))
+    base = changes.pop("base", str(tmp_path))
+    config.update(changes)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SltaError, match=words):
+        statistics_of(level).solve(level).save_recipe(tmp_path / "plain.yml", models={"org/base": base})
+    assert not (tmp_path / "plain.yml").exists()
 
 
 def test_a_recipe_that_mergekit_would_read_otherwise_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    statistics = statistics_of("layer")
-    monkeypatch.setattr(module, "weight_settings", lambda planned: [0.5, 0.5])
+    monkeypatch.setattr(plain_recipe, "weight_settings", lambda planned: [0.5, 0.5])
     with pytest.raises(SltaError, match="Filters cannot give"):
-        plain_recipe(statistics.solve("layer"), models={"org/base": str(base)})
+        statistics_of("layer").solve("layer").save_recipe(base / "plain.yml", models={"org/base": str(base)})

@@ -1,7 +1,6 @@
 """Which merging weights every tensor takes, against the table made by hand."""
 
 import functools
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,6 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
         ).mean(0)
         everywhere = torch.zeros(*tensor.shape, EXPERTS, dtype=torch.float64) + expected
         assert torch.allclose(found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, atol=1e-12), name
-
-
-def test_experts_of_a_mixture_that_no_token_reaches_take_the_mean_of_what_was_measured(
-    make_family: MakeFamily, tmp_path: Path
-) -> None:
-    """Two copies of one fine-tune at level linear: its layers, and the base model outside."""
-    family = make_family(families.config_of("mixtral", num_local_experts=32), records=1, longest=4)
-    shutil.copy(family.experts[0] / "model.safetensors", family.experts[1] / "model.safetensors")
-    recipe = families.recipe(family, level="linear", samples=1)
-    merged = families.load_model(families.merge(recipe, tmp_path / "merged")).state_dict()
-    base, same, _ = (model.state_dict() for model in family.models())
-    for name, tensor in same.items():
-        assert torch.allclose(merged[name], tensor if ".layers." in name else base[name], atol=1e-5), name
-        assert not torch.allclose(tensor, base[name], atol=1e-5), name
 
 
 def test_layer_1_is_not_layer_11() -> None:

@@ -108,10 +108,9 @@ def of_experts(base: State, architecture: str, folder: Path, parts: Collection[s
         shapes = dict[str, tuple[int, ...]]()
         if map_name == "gate.weight" and "gate" in parts:
             shapes[f"{layer}.{place}.gate"] = tuple(weight.shape)
-        for old in (
-            maps.get(map_name.removeprefix("experts."), ()) if map_name.removeprefix("experts.") in parts else ()
-        ):
-            rows = len(weight[0]) // len(maps[map_name.removeprefix("experts.")])
+        part = map_name.removeprefix("experts.")
+        for old in maps.get(part, ()) if part in parts else ():
+            rows = len(weight[0]) // len(maps[part])
             shapes |= {f"{layer}.{place}.experts.{e}.{old}": (rows, weight.shape[2]) for e in range(experts)}
         for module, (rows, columns) in shapes.items():
             targets.append(module.rpartition(".")[2])

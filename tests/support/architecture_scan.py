@@ -56,6 +56,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
 MERGED, IN_PART, TRACED, NOT = "✓", "✓↓", "(✓)", "–"
+# What transformers registers, as a heading and as the rest of the page call it; the first takes text alone.
+KINDS = {
+    "causal language models": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "models of images and text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+}
 LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
 
@@ -191,21 +196,10 @@ KNOBS |= {
 # Models that see all tokens at once, or read what another model makes, or write no text (a protein's reader, a
 # classifier, a robot's policy): no decoders, though registered as writers.
 NO_DECODERS = {
-    "evolla",
-    "shieldgemma2",
-    "pi0",
-    "bert-generation",
-    "git",
-    "trocr",
-    "reformer",
-    "xlm",
-    "xlnet",
-    "cpmant",
-    "gemma4_assistant",
-    "diffusion_gemma",
-    *MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    *("evolla", "shieldgemma2", "pi0", "bert-generation", "git", "trocr", "reformer", "xlm", "xlnet", "cpmant"),
+    *("gemma4_assistant", "diffusion_gemma"),
+    *(MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys() - {"openai-gpt", "gpt2"}),
 }
-DECODERS = {"openai-gpt", "gpt2"}
 
 
 @dataclass
@@ -215,7 +209,7 @@ class Row:
     Attributes:
         model_type: transformers' name of it.
         architecture: the class.
-        images: whether it is registered as a model that takes images and text.
+        kind: the key of ``KINDS`` that it is registered as.
         decoder: whether its text model is a decoder-only language model.
         works: the mark of each column.
         in_part: the levels that fall back in some layers, and ``featcal`` where it keeps the anchor in most maps.
@@ -226,7 +220,7 @@ class Row:
 
     model_type: str
     architecture: str
-    images: bool
+    kind: str
     decoder: bool = True
     works: dict[str, str] = field(default_factory=dict)
     in_part: list[str] = field(default_factory=list)
@@ -332,13 +326,13 @@ def _sizes(config: Any) -> list[dict[str, Any]]:
     return [sizes | own, depth | own, depth, {}]
 
 
-def scan(case: tuple[str, bool]) -> Row:
-    """Try a model type, which takes images or not, at all levels and by all methods."""
-    model_type, images = case
-    names = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if images else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)[model_type]
-    row, start = Row(model_type, names if isinstance(names, str) else names[0], images), time.process_time()
+def scan(case: tuple[str, str]) -> Row:
+    """Try a model type, which is registered as a kind, at all levels and by all methods."""
+    model_type, kind = case
+    names = KINDS[kind][model_type]
+    row, start = Row(model_type, names if isinstance(names, str) else names[0], kind), time.process_time()
     try:
-        row.decoder = _is_decoder(model_type, images)
+        row.decoder = _is_decoder(model_type, kind)
         if not row.decoder:
             return row
         try:
@@ -432,13 +426,13 @@ def _weighted(family: Family, level: str, states: list[State], folder: Path) -> 
 def _solved(family: Family, column: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
     """The tensors of a ``featcal`` merge, by the model's names, solved again; outside the layers the experts' mean."""
     tensor = families.feature_merge(family, folder / "solved").tensor
-    language = trace(family.config).is_language
+    language = trace(family.config).language_tensors
     share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
 
     def expected(name: str) -> torch.Tensor:
         if (own := tensor(name)) is not None:
             return own
-        return weighted(states, share, name) if language(name) else states[0][name]
+        return weighted(states, share, name) if name in language else states[0][name]
 
     return expected
 
@@ -452,16 +446,16 @@ def _solves_most(decoder: Decoder) -> bool:
     return len(every & families.solved_in_layers(decoder)) > len(every) / 2
 
 
-def _is_decoder(model_type: str, images: bool) -> bool:
-    if model_type in NO_DECODERS - DECODERS:
+def _is_decoder(model_type: str, kind: str) -> bool:
+    if model_type in NO_DECODERS:
         return False
     config = CONFIG_MAPPING[model_type]()
-    if len([name for name in ("decoder", "text_encoder") if name in config.sub_configs]) == 2:
+    if config.is_encoder_decoder or {"decoder", "text_encoder"} <= config.sub_configs.keys():
         return False
     text = config.get_text_config()
-    if config.is_encoder_decoder or text.is_encoder_decoder:
+    if text.is_encoder_decoder:
         return False
-    return images or text is config
+    return text is config or kind != next(iter(KINDS))
 
 
 def _quiet() -> None:
@@ -492,18 +486,16 @@ def page(rows: list[Row]) -> str:
         "Zamba2. peft refuses the output map of Mamba (`out_proj`, `conv1d`) and the projections of Gemma 4's other "
         "towers: name the maps to adapt in full.",
     ]
-    for images, title in ((False, "Causal language models"), (True, "Models of images and text")):
-        lines += ["", f"## {title}", "", *_table([row for row in rows if row.images == images and row.decoder])]
-    for images, title in ((False, "causal language models"), (True, "models of images and text")):
-        lines += ["", f"## What is left of the {title}, and why", ""]
-        own = [row for row in rows if row.images == images and row.decoder]
-        lines += [f"- {row.model_type}: {reason}" for row in own for reason in row.reasons]
-    for images, words in ((False, "causal language models"), (True, "models of images and text")):
-        others = [row.model_type for row in rows if row.images == images and not row.decoder]
-        lines += [] if images else ["", "## No decoders"]
-        lines += ["", f"Encoders, encoder-decoders and other models that are registered as {words}"]
-        lines[-1] += ":" if images else " (those of images and text are in their own table):"
-        lines += ["", ", ".join(others) + "."]
+    for kind in KINDS:
+        lines += ["", f"## {kind.capitalize()}", "", *_table([row for row in rows if row.kind == kind and row.decoder])]
+    for kind in KINDS:
+        lines += ["", f"## What is left of the {kind}, and why", ""]
+        of_kind = [row for row in rows if row.kind == kind and row.decoder]
+        lines += [f"- {row.model_type}: {reason}" for row in of_kind for reason in row.reasons]
+    lines += ["", "## No decoders"]
+    for kind in KINDS:
+        others = ", ".join(row.model_type for row in rows if row.kind == kind and not row.decoder)
+        lines += ["", f"Encoders, encoder-decoders and other models that are registered as {kind}:", "", f"{others}."]
     return "\n".join(lines) + "\n"
 
 
@@ -523,15 +515,14 @@ def _table(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    registered = ((False, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), (True, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
-    every = [(name, images) for images, names in registered for name in sorted(names)]
+    every = [(name, kind) for kind, names in KINDS.items() for name in sorted(names)]
     chosen = [case for case in every if case[0] in sys.argv[1:]] or every
     with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool:
         rows = list(tqdm(pool.imap(scan, chosen), total=len(chosen), unit="type"))
     if chosen is every:
         PAGE.write_text(page(rows), encoding="utf-8")
     else:
-        print("\n".join(str(row) for row in rows))
+        print("\n".join(map(str, rows)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.cli.options import MODEL_OPTIONS, MergeCommand, ModelCommand, mergekit_options
+from mergekit_slta.cli.options import MODEL_OPTIONS, ModelCommand, mergekit_options
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 INTRODUCTION = """\
@@ -36,7 +36,7 @@ def commands_page() -> str:
         parts += [f"## {name}", f"```\n{' '.join(usage.split())}\n```", _text(command)]
         if own := [option for option in command.params if isinstance(option, click.Option)]:
             parts.append(_table(own))
-        if isinstance(command, MergeCommand):
+        if name == "merge":
             parts.append(
                 "Also the [options for models](#options-for-models) and the [options of mergekit-yaml]"
                 "(#options-of-mergekit-yaml)."

@@ -21,16 +21,21 @@ State = dict[str, torch.Tensor]
 # The roles of stored tensors by hand, the first pattern that is found in a name.
 ROLES = [
     (r"conv1d|conv\.conv|patch_embed", Role.CONVOLUTION),
-    (r"norm", Role.NORM),
-    (r"bias|embed|lm_head|shared_head\.head|A_log|\.D$|pos_table|projector|\.bias_", Role.OTHER),
+    (r"norm|ln_\d|ln_f", Role.NORM),
+    (r"bias|embed|lm_head|shared_head\.head|shared\.|wte|wpe|A_log|\.D$|pos_table|projector|\.bias_", Role.OTHER),
+    (r"c_attn|c_proj|c_fc", Role.TRANSPOSED),
     (r"\.weight$|experts\.(gate_up|down)_proj$", Role.LINEAR),
     (r"", Role.OTHER),
 ]
 
 
+def role_by_name(name: str) -> Role:
+    return next(role for pattern, role in ROLES if re.search(pattern, name))
+
+
 def role_of(name: str, tensor: torch.Tensor) -> Role:
-    """A stored tensor's role by its name."""
-    role = next(role for pattern, role in ROLES if re.search(pattern, name))
+    """A stored tensor's role by its name and shape."""
+    role = role_by_name(name)
     if role is Role.NORM:
         return role if tensor.ndim == 1 else Role.LINEAR
     return role if tensor.ndim > 1 else Role.OTHER

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from support import families
+from support import families, small_models
 from support.families import Family
 
 from mergekit_slta.checks.examine import Findings, examine
@@ -106,17 +106,7 @@ def chat_model(folder: Path) -> list[int]:
 
 
 def t5(folder: Path) -> Path:
-    sizes: dict[str, Any] = {
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_decoder_layers": 2,
-        "num_heads": 2,
-    }
-    config = transformers.T5Config(vocab_size=64, feed_forward_proj="gated-gelu", **sizes)
-    config.tie_word_embeddings = False
-    return save_random(config, folder, "T5ForConditionalGeneration")
+    return save_random(small_models.config_of("t5"), folder, "T5ForConditionalGeneration")
 
 
 def grow(folder: Path, nbytes: int) -> None:

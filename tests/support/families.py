@@ -35,7 +35,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import feature_merge as solve_features
-from mergekit_slta.featcal.scratch import SolvedModel
+from mergekit_slta.featcal.solved import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.ends import output_head
@@ -215,7 +215,7 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": LAYERS,  # as many as the language tower, which must not be taken for it
@@ -241,7 +241,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3Config",
         {
             "text_config": _GROUPED | _SLIDING | {"head_dim": 8},
-            "vision_config": _VISION | {"vision_use_head": False},
+            "vision_config": VISION | {"vision_use_head": False},
             "mm_tokens_per_image": 4,
         },
     ),
@@ -249,7 +249,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4Config",
         {
             "text_config": UNSPLIT["gemma4"][1],
-            "vision_config": _VISION | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8},
+            "vision_config": VISION | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8},
         },
     ),
     "qwen3_5": (
@@ -281,7 +281,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "PaliGemmaConfig",
         {
             "text_config": _GROUPED | {"model_type": "gemma", "head_dim": 8},
-            "vision_config": _VISION | {"model_type": "siglip_vision_model"},
+            "vision_config": VISION | {"model_type": "siglip_vision_model"},
             "projection_dim": 32,
         },
     ),
@@ -289,24 +289,24 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4Config",
         {
             "text_config": UNSPLIT["llama4"][1],
-            "vision_config": _VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+            "vision_config": VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         },
     ),
     "mistral3": (
         "Mistral3Config",
         {
             "text_config": _GROUPED | {"model_type": "mistral", "head_dim": 8},
-            "vision_config": _VISION | {"model_type": "pixtral"},
+            "vision_config": VISION | {"model_type": "pixtral"},
         },
     ),
 }
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """What transformers makes the model of a configuration with: a class for text alone, or one for images too."""
-    if config.get_text_config() is config and type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    return transformers.AutoModelForImageTextToText
+    """What transformers makes the model of a configuration with: a class for text alone, for images too, or others."""
+    kinds: list[Any] = [AutoModelForCausalLM] if config.get_text_config() is config else []
+    kinds += [transformers.AutoModelForImageTextToText, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel]
+    return next(kind for kind in kinds if type(config) in kind._model_mapping)
 
 
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
@@ -637,8 +637,7 @@ def recipe_of(base: object, experts: Mapping[Any, Any], method: str = "slta", **
 
 def experiment(content: dict[str, Any], **arguments: Any) -> Experiment:
     """What a recipe asks for, opened; ``arguments`` are those of ``Experiment``."""
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content), content)
-    return Experiment(recipe, **{"quiet": True} | arguments)
+    return Experiment(Recipe(content), **{"quiet": True} | arguments)
 
 
 def _floats(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,9 +9,11 @@ dimensions, ``d`` the model's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,28 +123,30 @@ def merge(
         merged = copy.deepcopy(base)
         merged.load_state_dict(anchor)
         order = steps(merged, GROUPS[architecture])
-        solver = Solver(merged, experts, tasks, order, WRITERS.get(architecture, {}), ridge, base)
-        for step, paths in order:
-            (solver.solve_mixture if step == "mixture" else solver.solve_maps)(paths)
+        solver = Solver(merged, base, experts, tasks, order, WRITERS.get(architecture, {}), ridge)
+        for paths in order:
+            (solver.solve_mixture if paths[0].endswith(MIXTURES) else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
 
-def steps(model: Module, groups: Groups) -> list[tuple[str, list[str]]]:
-    """What is solved one after the other, ``maps`` or a ``mixture``, and the paths of its modules in the model."""
+def layers_of(model: Module) -> tuple[str, int]:
+    """The path of the decoder layers, and their number."""
+    (path,) = set(LAYERS) & dict(model.named_modules()).keys()
+    return path, len(list(model.get_submodule(path).children()))
+
+
+def steps(model: Module, groups: Groups) -> list[list[str]]:
+    """The paths in the model of what is solved one after the other: maps with the same input, or a mixture."""
+    layers, count = layers_of(model)
+    groups = [*groups, *([mixture] for mixture in MIXTURES if [mixture] not in map(list, groups))]
+    places = [[f"{layers}.{index}.{name}" for name in group] for index in range(count) for group in groups]
     modules = dict(model.named_modules())
-    (layers,) = (path for path in LAYERS if path in modules)
-    found = []
-    for index in range(len(list(modules[layers].children()))):
-        mixtures = [(mixture,) for mixture in MIXTURES if (mixture,) not in groups]
-        inside = [("mixture" if group[0] in MIXTURES else "maps", group) for group in (*groups, *mixtures)]
-        for step, names in inside:
-            found.append((step, [path for name in names if (path := f"{layers}.{index}.{name}") in modules]))
+    existing = [[path for path in paths if path in modules] for paths in places]
     # A path that no layer has would go unnoticed: its map would stay the anchor's.
-    for name in (name for group in groups for name in group):
-        assert any(path.endswith(f".{name}") for _, paths in found for path in paths), name
-    if output := untied_head(model):
-        found.append(("maps", [output]))
-    return [(step, paths) for step, paths in found if paths]
+    for name in {name for group in groups for name in group} - set(MIXTURES):
+        assert any(path.endswith(f".{name}") for paths in existing for path in paths), name
+    output = untied_head(model)
+    return [paths for paths in [*existing, [output] if output else []] if paths]
 
 
 def untied_head(model: Any) -> str | None:
@@ -236,25 +240,23 @@ class Solver:
     def __init__(
         self,
         merged: Module,
+        base: Module,
         experts: Sequence[Module],
         tasks: Sequence[Sequence[Sequence[int]]],
-        order: Sequence[tuple[str, Sequence[str]]],
+        order: Sequence[Sequence[str]],
         writers: Mapping[str, tuple[str, ...]],
         ridge: float,
-        base: Module,
     ) -> None:
-        paths = sorted({path for _, paths in order for path in paths})
-        (layers,) = (path for path in LAYERS if path in dict(merged.named_modules()))
+        layers, count = layers_of(merged)
         # By the path of each map that adds to the residual stream: its layer's path, and those of what added before.
         self.writers = {
-            f"{layer}.{name}": (layer, [f"{layer}.{own}" for own in before])
-            for layer in (f"{layers}.{number}" for number in range(len(merged.get_submodule(layers))))  # type: ignore
+            f"{layer}.{name}": (layer, [f"{layer}.{earlier}" for earlier in before])
+            for layer in (f"{layers}.{number}" for number in range(count))
             for name, before in writers.items()
         }
         self.adding = sorted({path for layer, before in self.writers.values() for path in (layer, *before)})
-        paths = [*paths, *self.adding]
-        self.merged, self.experts, self.tasks = merged, experts, tasks
-        self.ridge, self.base = ridge, base
+        self.merged, self.base, self.experts, self.tasks, self.ridge = merged, base, experts, tasks, ridge
+        paths = [*(path for paths in order for path in paths), *self.adding]
         # The experts stay as they are, so that once is enough for them.
         self.own = [recorded(expert, paths, samples) for expert, samples in zip(experts, tasks, strict=True)]
 
@@ -281,18 +283,12 @@ class Solver:
 
     def solve_maps(self, paths: Sequence[str]) -> None:
         """Replace a group of maps."""
-        streams, shape, maps = self.streams(paths), self.shape(paths), {}
+        streams, shape = self.streams(paths), self.shape(paths)
         for path in paths:
-            maps[path] = [
-                Seen(
-                    merged[path][0],
-                    own[path][0],
-                    *parameters(expert.get_submodule(path)),
-                    self.drift(path, merged, own),
-                )
-                for expert, (merged, own) in zip(self.experts, streams, strict=True)
-            ]
-        for path, tasks in maps.items():
+            tasks = []
+            for expert, (merged, own) in zip(self.experts, streams, strict=True):
+                drift = self.drift(path, merged, own)
+                tasks.append(Seen(merged[path][0], own[path][0], *parameters(expert.get_submodule(path)), drift))
             (weight, bias), scales = parameters(self.merged.get_submodule(path)), counts(tasks)
             base = self.merged if shape is None else self.base  # nothing is beyond the merged one
             near = beyond(weight, parameters(base.get_submodule(path))[0])
@@ -307,11 +303,10 @@ class Solver:
         module: Any = self.merged.get_submodule(path)
         owners: list[Any] = [expert.get_submodule(path) for expert in self.experts]
         for routed in range(len(module.down_proj)):
-            tasks = []
-            for owner, (merged, own) in zip(owners, streams, strict=True):
-                tasks.append(
-                    Seen(*reaching(routed, merged[path], own[path]), routed_map(owner, "gate_up_proj", routed))
-                )
+            tasks = [
+                Seen(*reaching(routed, merged[path], own[path]), routed_map(owner, "gate_up_proj", routed))
+                for owner, (merged, own) in zip(owners, streams, strict=True)
+            ]
             first, down = (routed_map(module, name, routed) for name in ("gate_up_proj", "down_proj"))
             self.solve_reached(path, routed, "gate_up_proj", first, tasks)
             middle = gated(module.act_fn, first)
@@ -375,21 +370,19 @@ def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int
     [n, out], has its path with ``()`` behind it.
     """
     calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for path in paths for name in (path, f"{path}()")}
-    hooks = []
-    for path in dict.fromkeys(paths):
 
-        def record(module: Module, args: tuple[Any, ...], output: Any, path: str = path) -> None:
-            given = args[:1] if path.split(".")[-1].isdigit() else args  # a layer's others are no features
-            rows = [arg.reshape(-1, length, arg.shape[-1]).transpose(0, 1).clone() for arg in given]
-            calls[path].append(tuple(own[:, 0] if own.shape[1] == 1 else own for own in rows))
-            made = output[0] if isinstance(output, tuple) else output
-            calls[f"{path}()"].append((made.reshape(-1, made.shape[-1]).clone(),))
+    def record(path: str, module: Module, args: tuple[Any, ...], output: Any) -> None:
+        given = args[:1] if path.split(".")[-1].isdigit() else args  # a layer's others are no features
+        rows = [arg.reshape(-1, length, arg.shape[-1]).transpose(0, 1).clone() for arg in given]
+        calls[path].append(tuple(own[:, 0] if own.shape[1] == 1 else own for own in rows))
+        made = output[0] if isinstance(output, tuple) else output
+        calls[f"{path}()"].append((made.reshape(-1, made.shape[-1]).clone(),))
 
-        hooks.append(model.get_submodule(path).register_forward_hook(record))
-    for ids in samples:
-        length = len(ids)
-        forget(model)
-        model(torch.tensor([list(ids)]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for path in dict.fromkeys(paths):
+            hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(record, path)))
+        for ids in samples:
+            length = len(ids)
+            forget(model)
+            model(torch.tensor([list(ids)]), use_cache=False)
     return {path: [torch.cat(parts) for parts in zip(*own, strict=True)] for path, own in calls.items()}

@@ -1,13 +1,14 @@
 """A local stand-in for the Hugging Face Hub: each folder ORG/NAME is a model repository with one revision.
 
-Each folder datasets/ORG/NAME is a dataset, of which the stand-in tells only that it has it.
+Each folder datasets/ORG/NAME is a dataset, of which the stand-in tells only that it has it. Uploads are kept in memory.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,10 @@ class Hub:
         cache: the cache of what is downloaded from it.
         revision: the one that every repository has.
         fetched: the names of the files that were fetched whole.
+        created: what it was asked to create.
+        objects: the large files that were uploaded, by their SHA-256.
+        committed: the files of the last commit by name.
+        refusal: the status that it answers uploads with, instead of taking anything.
     """
 
     root: Path
@@ -38,47 +43,39 @@ class Hub:
     revision: str = "main"
     address: str = ""
     fetched: list[str] = field(default_factory=list)
+    created: list[dict[str, Any]] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    committed: dict[str, bytes] = field(default_factory=dict)
+    refusal: int = 0
 
 
 @contextmanager
 def serve(root: Path, cache: Path, revision: str = "main") -> Iterator[Hub]:
     """Serve the repositories below ``root`` until the block ends, to this process, which then knows no other Hub."""
     hub = Hub(root, cache, revision)
-    with serving(partial(Handler, hub)) as hub.address, reached(hub.address, cache):
-        yield hub
-
-
-@contextmanager
-def reached(address: str, cache: Path) -> Iterator[None]:
-    """Let this process take what answers at an address for the Hub, as HF_ENDPOINT and HF_HOME do in a new process."""
-    own = {
-        "ENDPOINT": address,
-        "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, hub))
+    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
+    constants = {  # what HF_ENDPOINT and HF_HOME set in a new process
+        "ENDPOINT": hub.address,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_CACHE": str(cache),
         "HF_HUB_DISABLE_XET": True,
     }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in own.items():
-            patch.setattr(huggingface_hub.constants, name, value)
-        # The functions of huggingface_hub are methods of one object, and transformers keeps another.
-        patch.setattr(huggingface_hub.hf_api.api, "endpoint", address)
-        patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
-        yield
-
-
-@contextmanager
-def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Answer requests by ``handler`` until the block ends; yields the address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=[0.01])
     thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(huggingface_hub.constants, name, value)
+        # The functions of huggingface_hub are methods of one object, and transformers keeps another.
+        patch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.address)
+        patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -94,52 +91,40 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self.answer()
+        self.do_GET()
 
     def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
         """Paths are /api/models/ORG/NAME[/revision/REVISION], the same with /tree/REVISION[/FOLDER], and
         /ORG/NAME/resolve/REVISION/FILE; also /api/datasets/ORG/NAME."""
         parts = self.path.partition("?")[0].strip("/").split("/")
-        if parts[:2] == ["api", "datasets"]:
-            if self.hub.root.joinpath(*parts[1:]).is_dir():
-                self.send_json({"id": "/".join(parts[2:]), "sha": COMMIT})
-            else:
-                self.send(404, error="RepoNotFound")
-            return
-        if listing := parts[:2] == ["api", "models"]:
-            parts = parts[2:]
-        repository, file = self.hub.root / parts[0] / parts[1], "/".join(parts[4:])
-        if parts[0] == "gated":
+        asked = parts.pop(1) if parts[0] == "api" else "file"
+        parts = parts[1:] if asked != "file" else parts
+        organization, name, *rest = parts
+        repository = self.hub.root / ("datasets" if asked == "datasets" else "") / organization / name
+        revision = rest[1] if len(rest) > 1 else COMMIT
+        file = repository / "/".join(rest[2:])
+        if organization == "gated":
             self.send(403, error="GatedRepo")
         elif not repository.is_dir():
             self.send(404, error="RepoNotFound")
-        elif listing:
-            self.list_files(repository, parts[2:])
-        elif parts[3] not in (self.hub.revision, COMMIT):
+        elif revision not in (self.hub.revision, COMMIT):
             self.send(404, error="RevisionNotFound")
-        elif not (repository / file).is_file():
+        elif asked != "file" and len(rest) < 3:
+            self.send_json(self.described(repository, rest[:1] == ["tree"]))
+        elif asked == "file" and file.is_file():
+            self.send_file(file)
+        else:  # a folder too, and the repositories have none
             self.send(404, error="EntryNotFound")
-        else:
-            self.send_file(repository / file)
 
-    def list_files(self, repository: Path, what: list[str]) -> None:
-        if len(what) > 2:  # a folder, and the repositories have none
-            self.send(404, error="EntryNotFound")
-            return
-        if len(what) == 2 and what[1] not in (self.hub.revision, COMMIT):  # revision/NAME or tree/NAME
-            self.send(404, error="RevisionNotFound")
-            return
+    def described(self, repository: Path, tree: bool) -> Any:
         names = [file.name for file in repository.iterdir()]
+        if tree:
+            return [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names]
         siblings = [{"rfilename": name} for name in names]
-        answer: Any = {"id": repository.name, "tags": [], "siblings": siblings, "sha": COMMIT}
+        answer: dict[str, Any] = {"id": repository.name, "tags": [], "siblings": siblings, "sha": COMMIT}
         if (card := repository / "README.md").is_file():
             answer["cardData"] = huggingface_hub.ModelCard.load(card).data.to_dict()
-        if what[:1] == ["tree"]:
-            answer = [{"type": "file", "path": name, "size": 1, "oid": "0"} for name in names]
-        self.send_json(answer)
+        return answer
 
     def send_file(self, file: Path) -> None:
         content, status = file.read_bytes(), 200
@@ -150,14 +135,58 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.fetched.append(file.name)
         self.send(status, content, {"ETag": f'"{file.parent.name}-{file.name}"', "X-Repo-Commit": COMMIT})
 
+    def do_POST(self) -> None:
+        content, path = self.body(), self.path.partition("?")[0]
+        if self.hub.refusal:
+            self.send_json({"error": "refused"}, self.hub.refusal)
+        elif path == "/api/repos/create":
+            self.hub.created.append(json.loads(content))
+            self.send_json({"url": f"{self.hub.address}/org/model", "name": "org/model"})
+        elif path == "/api/validate-yaml":
+            self.send_json({"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            files = [{**file, "uploadMode": mode(file["path"])} for file in json.loads(content)["files"]]
+            self.send_json({"files": [file | {"shouldIgnore": False} for file in files]})
+        elif path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(content)["objects"]
+            for each in objects:
+                each["actions"] = {"upload": {"href": f"{self.hub.address}/objects/{each['oid']}", "header": {}}}
+            self.send_json({"transfer": "basic", "objects": objects})
+        else:
+            self.commit([json.loads(line) for line in content.splitlines()])
+
+    def do_PUT(self) -> None:
+        self.hub.objects[self.path.rpartition("/")[2]] = self.body()
+        self.send_json({})
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = b""
+        while size := int(self.rfile.readline(), 16):
+            content += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return content
+
+    def commit(self, lines: list[dict[str, Any]]) -> None:
+        values = {kind: [line["value"] for line in lines if line["key"] == kind] for kind in ("file", "lfsFile")}
+        self.hub.committed = {value["path"]: base64.b64decode(value["content"]) for value in values["file"]}
+        self.hub.committed |= {value["path"]: self.hub.objects[value["oid"]] for value in values["lfsFile"]}
+        self.send_json({"commitUrl": f"{self.hub.address}/org/model/commit/{COMMIT}", "commitOid": COMMIT})
+
     def send_json(self, content: Any, status: int = 200) -> None:
         self.send(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def send(self, status: int, content: bytes = b"", headers: dict[str, str] | None = None, error: str = "") -> None:
         self.send_response(status)
-        told = {"X-Error-Code": error} if error else {}
-        for name, value in {**(headers or {}), **told, "Content-Length": str(len(content))}.items():
+        said = {"X-Error-Code": error} if error else {}
+        for name, value in {**(headers or {}), **said, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+
+def mode(path: str) -> str:
+    return "lfs" if path.endswith((".safetensors", ".png")) else "regular"

@@ -11,7 +11,7 @@ from support.families import Family
 
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity.result import Linearity, Value
-from mergekit_slta.nonlinearity.scores import Plan, Study
+from mergekit_slta.nonlinearity.studies import Plan, Study
 
 NAMES = ("one", "two", "three")
 

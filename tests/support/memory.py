@@ -21,19 +21,17 @@ def memory_of_this_process(kind: str = "RssAnon") -> int:
 class PeakMemory:
     """The largest memory of this process while the block runs, above that at its start; looked at every 2 ms.
 
-    Args:
-        kind: ``RssAnon``, where mapped checkpoint files do not count, or ``VmRSS``, where they do.
+    Mapped checkpoint files do not count.
 
     Attributes:
         bytes: the peak.
     """
 
-    def __init__(self, kind: str = "RssAnon") -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        self._start = memory_of_this_process(self.kind)
+        self._start = memory_of_this_process()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -41,7 +39,7 @@ class PeakMemory:
 
     def look(self) -> None:
         """Look now."""
-        self.bytes = max(self.bytes, memory_of_this_process(self.kind) - self._start)
+        self.bytes = max(self.bytes, memory_of_this_process() - self._start)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):

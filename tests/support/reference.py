@@ -12,6 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -301,28 +302,24 @@ def recorded_calls(layers: torch.nn.ModuleList) -> Iterator[list[Call]]:
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
         calls.append(Call(hidden.clone(), args[1:], kwargs))
 
-    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in layers]
-    yield calls
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(record, with_kwargs=True))
+        yield calls
 
 
 @contextlib.contextmanager
 def recorded_inputs(modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Record the positional inputs of modules, by the names given."""
+    """Record what modules are given, by the names given."""
     inputs: dict[str, tuple[Any, ...]] = {}
-    hooks = []
-    for name, module in modules.items():
 
-        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            inputs[name] = tuple(
-                value.clone() if isinstance(value, torch.Tensor) else value for value in (*args, *kwargs.values())
-            )
+    def record(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs[name] = own_tensor((*args, *kwargs.values()))
 
-        hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
-    yield inputs
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
+        yield inputs
 
 
 Layers = Sequence[torch.nn.Module]
@@ -338,43 +335,26 @@ def serves(inside: str, children: Sequence[str]) -> bool:
     return any(f"{inside}.".startswith(f"{child}.") for child in children)
 
 
-@contextlib.contextmanager
-def recorded_outputs(layer: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """Record what the layer's children return."""
-    outputs: dict[str, Any] = {}
-
-    def record(name: str, output: Any) -> None:
-        whole = isinstance(output, tuple)
-        outputs[name] = tuple(map(own_tensor, output)) if whole else own_tensor(output)
-
-    hooks = [
-        child.register_forward_hook(lambda module, args, output, name=name: record(name, output))
-        for name, child in layer.named_children()
-    ]
-    yield outputs
-    for hook in hooks:
-        hook.remove()
-
-
 def own_tensor(value: Any) -> Any:
+    """A tensor's copy, or a tuple with copies of its tensors."""
+    if isinstance(value, tuple):
+        return tuple(map(own_tensor, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextlib.contextmanager
-def replayed(layer: torch.nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
-    """Let some children of the layer return what is given by their names."""
+def recorded_outputs(layer: torch.nn.Module, replayed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Record what the layer's children return, some of which return what is given by their names."""
+    outputs: dict[str, Any] = {}
 
-    def given(output: Any) -> Any:
-        return tuple(map(own_tensor, output)) if isinstance(output, tuple) else own_tensor(output)
+    def record(name: str, module: Any, args: Any, output: Any) -> Any:
+        outputs[name] = own_tensor(replayed.get(name, output))
+        return own_tensor(outputs[name]) if name in replayed else None
 
-    hooks = [
-        child.register_forward_hook(lambda module, args, output, name=name: given(outputs[name]))
-        for name, child in layer.named_children()
-        if name in outputs
-    ]
-    yield
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for name, child in layer.named_children():
+            hooks.enter_context(child.register_forward_hook(partial(record, name)))
+        yield outputs
 
 
 def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
@@ -382,16 +362,15 @@ def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
     if split.unsplit and hasattr(layers[0], split.unsplit):
         yield from layer_features(layers, call, split, config)
         return
-    with recorded_outputs(layers[0]) as base:
+    with recorded_outputs(layers[0], {}) as base:
         call(layers[0])
     for branch, own, other in (("attn", split.attn, split.mlp), ("mlp", split.mlp, split.attn)):
         if not set(own) & set(base) or (set(own) == set(other) and branch != kind_of(layers[0])):
             continue
         features = []
-        held = [name for name in base if name in other and name not in own]
+        kept = {name: output for name, output in base.items() if name in other and name not in own}
         for layer in layers:
-            kept = {name: base[name] for name in held}
-            with replayed(layer, kept), recorded_outputs(layer) as outputs:
+            with recorded_outputs(layer, kept) as outputs:
                 output = call(layer)
             between = outputs[split.boundary] if split.boundary and branch == "attn" else output[None]
             features.append((between[0] if isinstance(between, tuple) else between)[0])
@@ -435,10 +414,10 @@ def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Feat
 
 def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """Every linear map on the base model's input to it."""
-    maps = linear_maps(layers[0])
-    with recorded_inputs({name: layers[0].get_submodule(name) for name in maps}) as inputs:
+    kinds = linear_maps(layers[0])
+    with recorded_inputs({name: layers[0].get_submodule(name) for name in kinds}) as inputs:
         call(layers[0])
-    for name, kind in maps.items():
+    for name, kind in kinds.items():
         modules = [layer.get_submodule(name) for layer in layers]
         if kind == "experts":
             yield from expert_features(name, modules, *inputs[name][:2])
@@ -446,10 +425,9 @@ def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
             yield f".{name}", [torch.zeros(1, len(as_linear(module))).double() for module in modules]
         else:
             read = inputs[name][0].reshape(-1, inputs[name][0].shape[-1])
-            yield (
-                f".{name}",
-                [torch.nn.functional.linear(read, as_linear(module), own_bias(module)) for module in modules],
-            )
+            biases = [module._parameters.get("bias") for module in modules]
+            maps = zip(map(as_linear, modules), biases, strict=True)
+            yield f".{name}", [torch.nn.functional.linear(read, weight, bias) for weight, bias in maps]
 
 
 def expert_features(
@@ -505,10 +483,6 @@ def as_linear(module: torch.nn.Module) -> torch.Tensor:
     """A map's matrix [out, in]."""
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     return weight.T if isinstance(module, Conv1D) else weight
-
-
-def own_bias(module: torch.nn.Module) -> torch.Tensor | None:
-    return module._parameters.get("bias")
 
 
 # Merging weights
@@ -608,34 +582,23 @@ def tensor_weights(
     if not name.startswith(split.layers + "."):
         return torch.zeros_like(next(iter(alpha.values())))
     index, _, inside = name.removeprefix(split.layers + ".").partition(".")
-    own = {key.removeprefix(f"layer.{index}").removeprefix("."): value for key, value in alpha.items()}
-    own = {key: value for key, value in own.items() if f"layer.{index}." in f"layer.{index}.{key}"}
-    here = {key: value for key, value in own.items() if alpha.get(f"layer.{index}.{key}".rstrip(".")) is value}
-    if "" in here:
-        return here[""]
+    place = f"layer.{index}"
+    if place in alpha:
+        return alpha[place]
+    here = {key.removeprefix(f"{place}."): value for key, value in alpha.items() if key.startswith(f"{place}.")}
     layer = model.get_submodule(split.layers)[int(index)]
     if level == "linear":
-        return map_weights(inside, tensor, layer, here, split)
+        return map_weights(inside, tensor, here, split)
     branches = [branch for branch in ("attn", "mlp") if serves(inside, getattr(split, branch))]
-    if level == "attn_mlp":
-        return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
-    own_heads = [value for key, value in here.items() if key.startswith("head.")]
-    if not own_heads:
-        return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
-    heads = torch.stack(own_heads)
-    parts = {"attn": heads.mean(0), "mlp": here.get("mlp", heads.mean(0))}
-    own_rows = head_rows(inside, tensor, layer, split, model.config.get_text_config(), heads)
-    return own_rows if own_rows is not None else torch.stack([parts[branch] for branch in branches]).mean(0)
+    if heads := [value for key, value in here.items() if key.startswith("head.")]:
+        rows = head_rows(inside, layer, split, model.config.get_text_config(), torch.stack(heads))
+        if rows is not None:
+            return rows
+        here = {"mlp": torch.stack(heads).mean(0)} | here | {"attn": torch.stack(heads).mean(0)}
+    return torch.stack([here[branch] for branch in branches if branch in here]).mean(0)
 
 
-def measured_mean(alpha: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The mean weights over the submodules that some expert changes; in the others all weights are 0."""
-    return torch.stack([value for value in alpha.values() if value.any()] or list(alpha.values())).mean(0)
-
-
-def map_weights(
-    inside: str, tensor: torch.Tensor, layer: torch.nn.Module, alpha: Mapping[str, torch.Tensor], split: Split
-) -> torch.Tensor:
+def map_weights(inside: str, tensor: torch.Tensor, alpha: Mapping[str, torch.Tensor], split: Split) -> torch.Tensor:
     """At level ``linear``: a map's own weights, else the mean over the maps of the tensor's branches.
 
     What no token reached has no weights of its own: it takes that mean too, and does not count in it.
@@ -659,7 +622,7 @@ def map_weights(
 
 
 def head_rows(
-    inside: str, tensor: torch.Tensor, layer: torch.nn.Module, split: Split, config: Any, heads: torch.Tensor
+    inside: str, layer: torch.nn.Module, split: Split, config: Any, heads: torch.Tensor
 ) -> torch.Tensor | None:
     """At level ``head_mlp``: the weights of a projection's rows (of the output map's columns); None for the rest."""
     owner, _, leaf = inside.rpartition(".")

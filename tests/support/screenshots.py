@@ -28,8 +28,8 @@ WIDTH, HEIGHT = 1280, 1065  # of the picture of the page, which begins at its to
 def main(folder: Path, real: Path | None = None) -> None:
     """Write the screenshot, and every figure of the gallery."""
     with tempfile.TemporaryDirectory() as temporary:
-        page = slta.report(slta.Statistics.load(folder / "statistics.safetensors"), temporary)
-        whole = Path(temporary) / "whole.png"
+        out, statistics = Path(temporary), slta.Statistics.load(folder / "statistics.safetensors")
+        page, whole = slta.report(statistics, out), out / "whole.png"
         browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         subprocess.run(
             [*browser, f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={whole}", page.as_uri()], check=True
@@ -40,12 +40,13 @@ def main(folder: Path, real: Path | None = None) -> None:
         with Image.open(folder / "alpha.png") as drawn:
             _save(drawn, "quickstart-alpha.png")
         os.chdir(folder)  # where the recipes' paths begin
-        _draw_quickstart(Path(temporary))
+        data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
+        _draw(out, "./family/base", data, data["./family/words"], statistics)
         if real is not None:
             os.chdir(real)
-            _draw_real(real, Path(temporary) / "real")
+            _draw_real(real, out / "real")
         for prefix in ("", "real-"):
-            for figure in (Path(temporary) / prefix.rstrip("-")).glob("*.png"):
+            for figure in (out / prefix.rstrip("-")).glob("*.png"):
                 with Image.open(figure) as drawn:
                     _save(drawn, f"figures/{prefix}{figure.name}")
 
@@ -73,12 +74,6 @@ def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: sl
     (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
     for number in range(2, len(data) + 1):
         (out / f"distances-{number}.png").unlink()  # as that of the first expert
-
-
-def _draw_quickstart(out: Path) -> None:
-    data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
-    statistics = slta.Statistics.load("statistics.safetensors")
-    _draw(out, "./family/base", data, data["./family/words"], statistics)
 
 
 def _draw_real(folder: Path, out: Path) -> None:

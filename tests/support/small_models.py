@@ -1,8 +1,7 @@
-"""Small models of many architectures on disk, what their tensors are by hand, and merges of them by mergekit-yaml."""
+"""Small models of several kinds on disk, encoders among them, and merges of them by mergekit-yaml."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,82 +12,44 @@ import transformers
 import yaml
 from click.testing import CliRunner, Result
 from mergekit.scripts.run_yaml import main as mergekit_yaml
+from support import every_tensor, families
 from support.calibration_samples import BOS, CHARACTERS, EOS, write_tokenizer
 from transformers import AutoTokenizer
 
 from mergekit_slta.host import patches
 from mergekit_slta.models.roles import Role
 
-Config = transformers.PretrainedConfig
-VOCABULARY: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-TEXT: dict[str, Any] = VOCABULARY | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+T5: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+T5 |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+    **{name: lambda name=name: families.config_of(name) for name in ("llama", "mixtral", "gpt2")},  # type: ignore[misc]
+    "t5": lambda: transformers.T5Config(**T5),
+    "clip_vision": lambda: transformers.CLIPVisionConfig(**families.VISION),
 }
-VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 8,
-}
-T5 = VOCABULARY | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-GATED: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-
-# Key -> the class of the model and its configuration.
-MODELS: dict[str, tuple[str, Callable[[], Config]]] = {
-    "llama": ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**TEXT)),
-    "t5": ("T5ForConditionalGeneration", lambda: transformers.T5Config(**T5, **GATED)),
-    "clip_vision": ("CLIPVisionModel", lambda: transformers.CLIPVisionConfig(**VISION)),
-    "mixtral": ("MixtralForCausalLM", lambda: transformers.MixtralConfig(**TEXT, num_local_experts=3)),
-    "gpt2": ("GPT2LMHeadModel", lambda: transformers.GPT2Config(**VOCABULARY, n_embd=32, n_layer=2, n_head=4)),
-}
-
-# The roles by hand, the first pattern that is found in a tensor's name.
-ROLES = [
-    (r"patch_embedding.*weight", Role.CONVOLUTION),
-    (r"norm|ln_\d|ln_f|layrnorm", Role.NORM),
-    (r"bias|embed|shared|lm_head|wte|wpe", Role.OTHER),
-    (r"c_attn|c_proj|c_fc", Role.TRANSPOSED),
-    (r"", Role.LINEAR),
-]
-
 Family = tuple[Path, list[Path]]
 
 
 def role_by_hand(name: str) -> Role:
-    return next(role for pattern, role in ROLES if re.search(pattern, name))
+    return every_tensor.role_by_name(name)
 
 
-def config_of(key: str) -> Config:
-    architecture, config = MODELS[key]
-    made = config()
-    made.architectures = [architecture]
-    return made
+def config_of(key: str) -> transformers.PretrainedConfig:
+    config = MODELS[key]()
+    config.architectures = [families.model_class(config)._model_mapping[type(config)].__name__]
+    return config
 
 
 def load(key: str, folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model from its folder, which has to have all of them and no other."""
-    model, report = getattr(transformers, MODELS[key][0]).from_pretrained(folder, output_loading_info=True)
+    state, report = every_tensor.load(folder)
     assert not any(report.values()), report
-    return model.state_dict()
+    return state
 
 
-def write_family(key: str, folder: Path, experts: int = 2, dtype: torch.dtype = torch.float32) -> Family:
+def write_family(key: str, folder: Path, experts: int = 2) -> Family:
     """A random base model and experts that differ from it in every tensor, on disk."""
-    generator = torch.Generator().manual_seed(0)
-    model = getattr(transformers, MODELS[key][0])(config_of(key))
-    for index in range(experts + 1):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-        model.to(dtype).save_pretrained(folder / f"model{index}")
-        model.float()
-    return folder / "model0", [folder / f"model{index}" for index in range(1, experts + 1)]
+    family = families.make_family(folder, config_of(key), experts=experts)
+    return family.base, list(family.experts)
 
 
 def recipe(method: str, family: Family, *own: dict[str, Any], **parameters: Any) -> dict[str, Any]:

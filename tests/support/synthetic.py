@@ -11,12 +11,12 @@ import torch
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.slta.solver import SubmoduleSolution
-from mergekit_slta.slta.statistics import (
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import (
     BaseContent,
     CalibrationInfo,
     Fingerprint,
     Info,
-    Statistics,
     settings_fingerprint,
     tokens_fingerprint,
 )
@@ -119,14 +119,8 @@ def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, to
 
 def solutions(alpha: Mapping[str, torch.Tensor]) -> dict[str, SubmoduleSolution]:
     """Merging weights [T] of submodules as if they had been solved for, every expert changing all features."""
-    return {
-        name: SubmoduleSolution(
-            weights,
-            torch.ones_like(weights),
-            torch.ones_like(weights),
-            math.nan,
-            len(weights),
-            torch.ones(len(weights)).bool(),
-        )
-        for name, weights in alpha.items()
-    }
+    solved = {}
+    for name, weights in alpha.items():
+        ones = torch.ones_like(weights)
+        solved[name] = SubmoduleSolution(weights, ones, ones, math.nan, len(weights), ones.bool())
+    return solved

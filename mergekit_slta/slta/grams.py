@@ -1,17 +1,23 @@
-"""The Gram matrices of one decoder layer's submodules on one batch, per level (Eq. 14, A.3.3 and A.3.5)."""
+"""The Gram matrices of feature deltas: of one decoder layer's submodules on one batch, and of the logits.
+
+Eq. 14, A.3.3 and A.3.5 of arXiv 2504.10902. Shapes: ``T`` experts, ``B`` samples in a batch, ``S`` positions
+(right-padded), ``D`` feature dimensions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from mergekit_slta.layers.branches import LayerStructure
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Streams
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import LayerCall, Weights
-from mergekit_slta.layers.children import child_of, is_inside
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.ends import logits
 from mergekit_slta.layers.maps import (
     Heads,
     LinearMap,
@@ -23,10 +29,58 @@ from mergekit_slta.layers.maps import (
 )
 from mergekit_slta.layers.recording import LayerRun
 from mergekit_slta.layers.submodules import layer_submodules
-from mergekit_slta.levels import BRANCHES, head_part, submodule_name
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
+
+# Submodule name to [N, T, T] float64.
+Grams = dict[str, torch.Tensor]
 
 WHOLE = "whole"  # the run of a whole layer, beside those of its branches
+# Elements of the features that are multiplied at once on a processor, whose cache holds their copies in float64 too.
+MULTIPLIED = 2**17
+LOGITS = 2**24  # of each model are held at once, because logits are wide
+
+
+def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
+
+    Each sample is reduced alone and without its padding, so that neither the other samples nor the padding can change
+    its matrix.
+
+    Args:
+        deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
+        lengths: the number of tokens of each sample, ``B`` in all.
+
+    Returns:
+        [B, T, T] float64 on the CPU, exactly symmetric.
+    """
+    grams = []
+    for row, length in enumerate(lengths):
+        total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
+        whole = [delta[row, :length].reshape(-1) for delta in deltas]
+        size = MULTIPLIED // len(whole) if total.device.type == "cpu" else whole[0].numel()
+        for parts in zip(*(delta.split(size) for delta in whole), strict=True):
+            features = torch.stack(parts).double()
+            total += features @ features.T
+        grams.append(total)
+    products = torch.stack(grams).cpu()
+    return (products + products.mT) / 2
+
+
+def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
+    """Sum Gram matrices over the ranks, each of which holds its own samples.
+
+    Raises:
+        SltaError: features of some of the compared ``models``, by their names, are not finite.
+    """
+    grams = {name: ranks.sum(part) for name, part in measured.items()}
+    for name, gram in grams.items():
+        finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
+        if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
+            raise SltaError(
+                f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
+                "overflow float32, leave the model out or get a sound copy."
+            )
+    return grams
 
 
 @dataclass(frozen=True)
@@ -54,16 +108,19 @@ class LayerFeatures:
         self.layer = layer
         self.weights = weights
         names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
+        parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
-        self.structure = decoder.structures[layer] or LayerStructure({}, frozenset())
-        heads = decoder.heads[layer] if "head_mlp" in levels else None
+        self.structure = decoder.structures[layer]
+        of_layer = [name for name in weights[0] if "." not in name]  # such as a constant that all is multiplied by
+        if any(not torch.equal(own[name], weights[0][name]) for name in of_layer for own in weights[1:]):
+            self.structure = replace(self.structure, summands=None)
+        heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
-        self.contributions = [branch for branch in split if submodule_name(layer, branch) in names]
+        self.contributions = parts.branches
         self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
-        apart = "linear" in levels and layer_submodules(decoder, "linear", layer) != [submodule_name(layer)]
-        for linear_map in linear_maps(decoder.layers[layer]) if apart else ():
+        for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 
@@ -96,14 +153,9 @@ class LayerFeatures:
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
         if self.whole:
-            yield submodule_name(self.layer), [_delta(run.runs[WHOLE], base) for run in runs]
+            yield submodule_name(self.layer), [self.structure.change(WHOLE, run.runs[WHOLE], base) for run in runs]
         for branch in self.contributions:
-            own = [run.runs[branch] for run in runs]
-            if branch == "attn" and self.structure.boundary is not None:
-                before = self.structure.features(branch, base)
-                deltas = [self.structure.features(branch, run) - before for run in own]
-            else:
-                deltas = [_delta(run, base) for run in own]
+            deltas = [self.structure.change(branch, run.runs[branch], base) for run in runs]
             yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.weights[0])
@@ -113,8 +165,7 @@ class LayerFeatures:
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
         """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
-        layer = self.decoder.layers[self.layer]
-        return [_changed_children(layer, self.weights[0], own) for own in self.weights[1:]]
+        return [_changed_children(self.weights[0], own) for own in self.weights[1:]]
 
     def run(
         self,
@@ -184,25 +235,34 @@ class LayerFeatures:
         return fused_hidden(module, first.apply(self.weights[0], inputs))
 
 
-def _changed_children(layer: torch.nn.Module, base: Weights, expert: Weights) -> frozenset[str]:
+def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
     found: set[str] = set()
     for name, tensor in expert.items():
-        if not is_inside(name, found) and not torch.equal(tensor, base[name]):
-            found.add(child_of(layer, name))
+        child = name.partition(".")[0]
+        if child not in found and not torch.equal(tensor, base[name]):
+            found.add(child)
     return frozenset(found)
 
 
-def _delta(expert: LayerRun, base: LayerRun) -> torch.Tensor:
-    """How the residual stream after the layer differs from the base model's.
+def logit_grams(
+    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
+) -> torch.Tensor:
+    """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
 
-    The difference is taken term by term where the terms are known: what is the same in both cancels exactly.
+    Args:
+        decoder: the models' common decoder.
+        streams: the base model's stream 0, and those that are compared with it.
+        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
+        edges: gives the ``logit_tensors`` of each stream's model.
+
+    Returns:
+        ``grams``; zero for the samples of other ranks.
     """
-    if expert.terms is None or base.terms is None or expert.terms.keys() != base.terms.keys():
-        return expert.output - base.output
-    changes = (term - base.terms[name] for name, term in expert.terms.items() if term is not base.terms[name])
-    delta = next(changes, None)
-    if delta is None:
-        return torch.zeros_like(base.output)
-    for change in changes:
-        delta += change
-    return delta
+    width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
+    for row, states in streams.final():
+        for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
+            base, *others = (
+                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
+            )
+            grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
+    return grams

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ from mergekit.io.tensor_writer import TensorWriter
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
+from support.merging import counted
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import merge, scratch
-from mergekit_slta.featcal.scratch import ANSWER_WEIGHT as W
-from mergekit_slta.featcal.scratch import SolvedModel, solve_model, token_weights
+from mergekit_slta.featcal import solved
+from mergekit_slta.featcal.solved import ANSWER_WEIGHT as W
+from mergekit_slta.featcal.solved import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
@@ -67,23 +69,15 @@ def equal(first: State, second: State) -> bool:
 
 
 @pytest.fixture
-def merges(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folder of each feature merge that is computed."""
-    folders: list[Path] = []
-    compute = merge.feature_merge
-
-    def count(*arguments: Any, **more: Any) -> None:
-        folders.append(arguments[4].folder)
-        compute(*arguments, **more)
-
-    monkeypatch.setattr(scratch, "feature_merge", count)
-    return folders
+def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each feature merge that is computed."""
+    return counted(monkeypatch, solved, "feature_merge")
 
 
 # The folder
 
 
-def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[int], tmp_path: Path) -> None:
     solve(recipe(llama), tmp_path)
     first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
@@ -96,35 +90,21 @@ def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[Path
     assert all(found.tensor(name) is None for name in ("model.embed_tokens.weight", "model.norm.weight"))
 
 
-def another_expert(family: Family, content: Recipe) -> None:
-    content["models"][0]["model"] = str(family.experts[2])
+# What changes a recipe, given the family and the recipe of its experts 0 and 1.
+OTHER_MERGES: dict[str, Callable[[Family, Recipe], object]] = {
+    "expert": lambda family, content: content["models"][0].update(model=str(family.experts[2])),
+    "data": lambda family, content: content["models"][0]["parameters"].update(calibration=str(family.data[2])),
+    "base": lambda family, content: content.update(base_model=str(family.experts[2])),
+    "ridge": lambda family, content: content["parameters"].update(ridge=0.1),
+}
 
 
-def other_data(family: Family, content: Recipe) -> None:
-    content["models"][0]["parameters"]["calibration"] = str(family.data[2])
-
-
-def another_base(family: Family, content: Recipe) -> None:
-    content["base_model"] = str(family.experts[2])
-
-
-def setting(name: str, value: Any) -> Callable[[Family, Recipe], None]:
-    def change(family: Family, content: Recipe) -> None:
-        content["parameters"][name] = value
-
-    change.__name__ = f"{name} {value}"
-    return change
-
-
-OTHER_MERGES = [another_expert, other_data, another_base, setting("ridge", 0.1)]
-
-
-@pytest.mark.parametrize("change", OTHER_MERGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("other", OTHER_MERGES)
 def test_the_layers_of_another_merge_are_deleted_which_is_said(
-    change: Callable[[Family, Recipe], None], llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    other: str, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = (recipe(llama, experts=[0, 1]) for _ in range(2))
-    change(llama, second)
+    OTHER_MERGES[other](llama, second)
     solve(first, tmp_path)
     LoaderCache.loaders.clear()
     before = contents(tmp_path)
@@ -136,17 +116,16 @@ def test_the_layers_of_another_merge_are_deleted_which_is_said(
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     content = recipe(llama, ridge=0.1)
-    for number, model in enumerate(content["models"]):
-        texts = [json.loads(line)["text"] for line in llama.data[number].read_text().splitlines()]
-        pairs = [{"prompt": text[:-4], "completion": text[-4:]} for text in texts]
-        model["parameters"]["calibration"] = str(tmp_path / f"{number}.jsonl")
-        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    for file, model in zip(llama.data, content["models"], strict=True):
+        texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        model["parameters"]["calibration"] = str(tmp_path / file.name)
+        pairs = [json.dumps({"prompt": text[:-4], "completion": text[-4:]}) for text in texts]
+        (tmp_path / file.name).write_text("\n".join(pairs))
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
     assert torch.cat(weights).unique().tolist() == [1.0, W]
-    tasks = [task.token_ids for task in data]
-    families.feature_merge(llama, tmp_path / "weighted", tasks=tasks, weights=weights)
+    families.feature_merge(llama, tmp_path / "weighted", tasks=[task.token_ids for task in data], weights=weights)
     solve(content, tmp_path / "solved")
     assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
 
@@ -159,7 +138,7 @@ def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_i
     assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
 
 
-def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[Path], tmp_path: Path) -> None:
+def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[int], tmp_path: Path) -> None:
     """So a merge that was killed goes on when the recipe is given a report."""
     solve(recipe(llama), tmp_path / "solved")
     solve(recipe(llama, report=str(tmp_path / "report")), tmp_path / "solved")
@@ -203,47 +182,31 @@ def test_a_routed_expert_that_no_token_reaches_is_that_of_the_actmat_merge(
 # Removed, or kept
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """mergekit cannot write any more after some tensors, until it is undone."""
+def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: list[int], tmp_path: Path) -> None:
+    content, save, out = recipe(llama, report=str(tmp_path / "report")), TensorWriter.save_tensor, tmp_path / "out"
     saved: list[str] = []
-    save = TensorWriter.save_tensor
 
-    def fail(self: TensorWriter, name: str, *arguments: Any, **more: Any) -> None:
+    def full(self: TensorWriter, name: str, *arguments: Any, **more: Any) -> None:
         saved.append(name)
         if len(saved) > 5:
             raise OSError("No space left on device")
         save(self, name, *arguments, **more)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TensorWriter, "save_tensor", fail)
-        yield patch
-
-
-def test_it_is_kept_if_the_output_cannot_be_written_and_removed_when_it_is(
-    full_disk: pytest.MonkeyPatch, llama: Family, tmp_path: Path, merges: list[Path]
-) -> None:
-    with pytest.raises(SltaError, match="No space left"):
-        families.merge(recipe(llama), tmp_path / "out")
-    full_disk.undo()
-    assert (tmp_path / "out" / PARTIAL_OF_MERGE).is_dir()
-    with pytest.raises(SltaError, match="is not finished: run it again"):
-        publish(tmp_path / "out", "org/name", dry_run=True)
-    families.merge(recipe(llama), tmp_path / "out")
-    assert len(merges) == 1
-    assert not (tmp_path / "out" / "mergekit-slta").exists()
-
-
-def test_it_is_kept_if_the_report_cannot_be_written(llama: Family, tmp_path: Path, merges: list[Path]) -> None:
-    def full(page: Page, folder: Path, name: str) -> Path:
+    def full_too(page: Page, folder: Path, name: str) -> Path:
         raise OSError("No space left")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Page, "write", full)
-        with pytest.raises(SltaError, match="The report cannot be written to .*: name another folder"):
-            families.merge(recipe(llama, report=str(tmp_path / "other")), tmp_path / "out")
-    families.merge(recipe(llama, report=str(tmp_path / "folder")), tmp_path / "out")
+    for where, name, function, said in (
+        (Page, "write", full_too, "The report cannot be written to .*: name another folder"),
+        (TensorWriter, "save_tensor", full, "No space left"),
+    ):
+        with mock.patch.object(where, name, function), pytest.raises(SltaError, match=said):
+            families.merge(content, out)
+        assert (out / PARTIAL_OF_MERGE).is_dir()
+    with pytest.raises(SltaError, match="is not finished: run it again"):
+        publish(out, "org/name", dry_run=True)
+    families.merge(content, out)
     assert len(merges) == 1
+    assert not (out / "mergekit-slta").exists()
 
 
 # Interrupted

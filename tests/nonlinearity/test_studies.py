@@ -11,7 +11,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from conftest import WriteRecipe
-from mergekit.config import MergeConfiguration
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
@@ -19,7 +18,7 @@ from support.linearity_values import assert_same, plan_of
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.nonlinearity.result import Value, pool_values
-from mergekit_slta.nonlinearity.scores import (
+from mergekit_slta.nonlinearity.studies import (
     linearity,
     merge_study,
     path_study,
@@ -60,24 +59,16 @@ def test_settings_are_the_papers() -> None:
     assert [study.experts for study in plan_studies(2, pairs=False)] == [(0,), (1,)]
 
 
-def test_a_recipe_is_measured_on_its_first_samples(llama: Family) -> None:
+def test_a_recipe_is_measured_on_its_first_samples(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
     experiment = families.experiment(families.recipe(llama))
-    planned = plan_linearity(experiment, ["layer"], samples=2, triples=True)
+    planned = plan_linearity(experiment, ["layer"], samples=2, pairs=False)
     assert [list(map(list, samples)) for samples in planned.tasks] == [task[:2] for task in llama.token_ids()]
     assert planned.names == [folder.name for folder in llama.experts]
-    assert len(planned.studies) == 3 + 3 + 1
     assert experiment.settings.samples == 30
-
-
-def test_linearity_measures_what_is_planned(llama: Family, caplog: pytest.LogCaptureFixture) -> None:
-    experiment = families.experiment(families.recipe(llama))
-    planned = plan_linearity(experiment, ["layer"], samples=1, pairs=False)
-    with caplog.at_level("INFO", "mergekit_slta.nonlinearity.scores"):
-        found = linearity(experiment, ["layer"], samples=1, pairs=False)
+    with caplog.at_level("INFO", "mergekit_slta.nonlinearity.studies"):
+        found = linearity(experiment, ["layer"], samples=2, pairs=False)
     assert_same(found, planned.measure(), 0)
-    assert f"{planned} ".strip() in caplog.text
-    opened = linearity(experiment.recipe, "layer", samples=1, pairs=False, quiet=True)
-    assert_same(found, opened, 0)
+    assert str(planned) in caplog.text
 
 
 def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
@@ -95,6 +86,6 @@ def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRec
 def test_an_adapter_is_merged_before_its_layers_are_read(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, samples=1)
     content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter', seed=0)}"
-    recipe = Recipe.from_config(MergeConfiguration.model_validate(content))
+    recipe = Recipe(content)
     found = linearity(recipe, levels=["layer"], samples=1, pairs=False, quiet=True, lora_merge_cache=str(tmp_path))
     assert found

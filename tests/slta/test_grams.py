@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mergekit_slta.slta.gram import sample_grams
+from mergekit_slta.slta.grams import sample_grams
 
 LENGTHS = (7, 3, 1)
 

@@ -25,7 +25,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation, passes_per_sample
+from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
@@ -159,11 +159,10 @@ class Plan:
 
     @property
     def passes(self) -> int:
-        """How many forward passes of one sample it takes."""
-        return sum(
-            sum(map(len, self._tasks_of(study))) * passes_per_sample(len(study.settings), self.levels)
-            for study in self.studies
-        )
+        """How many forward passes of one sample it takes; all layers, or all branches, count as one."""
+        runs = ("model" in self.levels) + ("layer" in self.levels) + bool({"attn_mlp", "head_mlp"} & {*self.levels})
+        samples = [sum(map(len, self._tasks_of(study))) for study in self.studies]
+        return sum(n * (1 + runs * len(study.settings)) for n, study in zip(samples, self.studies, strict=True))
 
     def __str__(self) -> str:
         calibrating = sum(map(len, self.tasks)) * len(self.models)

@@ -17,7 +17,6 @@ from mergekit_slta.data.sources import source_name
 from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.progress import layer_bar
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
@@ -27,8 +26,8 @@ from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.matching import fingerprint, local_identity, local_stamps, match, model_contents
-from mergekit_slta.slta.solution import Solution
-from mergekit_slta.slta.statistics import CalibrationInfo, Info, Statistics, resolve_statistics, versions
+from mergekit_slta.slta.statistics import Solution, Statistics
+from mergekit_slta.slta.statistics_file import CalibrationInfo, Info, resolve_statistics, versions
 from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
@@ -60,9 +59,9 @@ def measure(
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
     """
     experiment = opened(recipe, options)
-    found = measured_statistics(experiment, levels, path)
-    names = (found.info.base_model, *found.info.models)
-    return replace(found, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
+    statistics = measured_statistics(experiment, levels, path)
+    names = (statistics.info.base_model, *statistics.info.models)
+    return replace(statistics, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
 
 
 def measured_statistics(
@@ -78,14 +77,17 @@ def measured_statistics(
     """
     settings = experiment.settings
     chosen = settings if isinstance(settings, SltaSettings) else SltaSettings()
-    asked = [levels] if isinstance(levels, str) else list(levels or [chosen.level])
-    experiment.require_levels(asked)
-    asked = [level for level in LEVELS if level in asked]
+    named = [levels] if isinstance(levels, str) else levels or [chosen.level]
+    experiment.require_levels(named)
+    asked = [level for level in LEVELS if level in named]
     source = os.fspath(path) if path else chosen.statistics
     file = resolve_statistics(source, experiment.transformers_cache) if source else None
-    if file is not None and _exists(file, experiment.ranks):
+    ranks, exists = experiment.ranks, file is not None and file.is_file()
+    if file is not None:
+        ranks.require_equal(exists, file.parent)
+    if file is not None and exists:
         statistics = _matched(experiment, file, asked)
-        if experiment.ranks.first and not merge:
+        if ranks.first and not merge:
             Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
         return statistics
     require_calibration(experiment.recipe)
@@ -93,40 +95,32 @@ def measured_statistics(
     info = _info(experiment, data)
     if file is None and merge is not None:
         file, info = merge[0], info.model_copy(update={"files": local_stamps(experiment)})
-        if (known := _still_fits(file, info, asked, experiment.ranks)) is not None:
+        if (known := _still_fits(experiment, file, info.files, asked)) is not None:
             LOG.info("Nothing is measured anew: %s holds the measurement of these models, data and settings.", file)
             return known
     if file is None:
         return _measured(experiment, info, data, asked, None)
     run = local_identity(experiment, info.fingerprint) | {"levels": asked}
     partial = merge[1] if merge else Partial(partial_folder(file))
-    with contextlib.nullcontext() if merge else partial.held(experiment.ranks):
-        partial.begin(run, experiment.ranks, replace=merge is not None)
+    with contextlib.nullcontext() if merge else partial.held(ranks):
+        partial.begin(run, ranks, replace=merge is not None)
         statistics = _measured(experiment, info, data, asked, partial)
-        if experiment.ranks.first:
+        if ranks.first:
             statistics.save(file)
-        experiment.ranks.wait()
-        if experiment.ranks.first and not merge:
+        ranks.wait()
+        if ranks.first and not merge:
             partial.remove()
     return statistics
 
 
-def _still_fits(file: Path, info: Info, levels: Sequence[str], ranks: Ranks) -> Statistics | None:
-    """The statistics in a merge's output at some levels, if they are of the same models, data and settings."""
-    try:
-        known = Statistics.load(file) if file.is_file() else None
-    except SltaError:  # damaged: the merge replaces it
-        known = None
-    fits = (
-        known is not None
-        and (known.info.fingerprint, known.info.files) == (info.fingerprint, info.files)
-        and set(levels) <= set(known.info.levels)
-    )
-    ranks.require_equal(fits, file.parent)
-    if known is None or not fits:
-        return None
-    measured = {name: getattr(known.info, name) for name in ("levels", "fallbacks", "versions")}
-    return replace(known, info=info.model_copy(update=measured)).at_levels(levels)
+def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequence[str]) -> Statistics | None:
+    """The statistics in a merge's output at some levels, if they fit and no file of the models has changed since."""
+    known = None
+    with contextlib.suppress(SltaError):  # of another merge, or damaged: this merge replaces it
+        known = _matched(experiment, file, levels).at_levels(levels)
+    fits = known is not None and known.info.files == stamps
+    experiment.ranks.require_equal(fits, file.parent)
+    return known if fits else None
 
 
 def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, TensorWeights]:
@@ -138,24 +132,18 @@ def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, Te
     return solution, TensorWeights(experiment.decoder, settings.level, solution.submodules, experiment.layout)
 
 
-def _exists(path: Path, ranks: Ranks) -> bool:
-    exists = path.is_file()
-    ranks.require_equal(exists, path.parent)
-    return exists
-
-
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
     """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names."""
-    found, recipe = Statistics.load(path), experiment.recipe
+    stored, recipe = Statistics.load(path), experiment.recipe
     require_calibration(recipe, statistics=True)
     given = all(task.calibration for task in recipe.tasks)
     data = experiment.load_data(recipe.tasks) if given else [None] * len(recipe.tasks)
     base, experts = model_contents(experiment)
-    order = match(found.info, path, experiment, base, experts, data, levels)
-    for fallback in found.info.fallbacks:
+    order = match(stored.info, path, experiment, base, experts, data, levels)
+    for fallback in stored.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
-    chosen = found.take(order, keep=recipe.keep is not None)
+    chosen = stored.take(order, keep=recipe.keep is not None)
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
         return chosen
@@ -171,15 +159,7 @@ def _measured(
     tasks = [samples.token_ids for samples in data]
     models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
     with layer_bar(f"Calibrating {', '.join(levels)}", models, len(decoder), prompts, experiment.quiet) as progress:
-        grams = calibrate(
-            decoder,
-            models,
-            tasks,
-            levels,
-            partial=partial,
-            ranks=ranks,
-            progress=progress,
-        )
+        grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, progress=progress)
     for model in models:
         model.refuse_changes()
     coarser = tuple(fallback for level in levels for fallback in fallbacks(decoder, level))

@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 
 from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.engine.batches import Tasks, share
-from mergekit_slta.engine.partial import Partial, run_of
+from mergekit_slta.engine.batches import share
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.progress import progress_bar
-from mergekit_slta.errors import SltaError, refuse
+from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages
@@ -62,8 +62,8 @@ class SolvedModel:
         with contextlib.ExitStack() as opened:
             first = self.decoder.first_names
             names = [first.get(target, target) for target in piece.targets]
-            files = {own: opened.enter_context(safe_open(self._file(own), "pt")) for own in names}
-            if any(own not in files[own].keys() for own in names):  # noqa: SIM118
+            files = {target: opened.enter_context(safe_open(self._file(target), "pt")) for target in names}
+            if any(target not in files[target].keys() for target in names):  # noqa: SIM118
                 return None
 
             def solved(target: str, expert: int | None) -> torch.Tensor:
@@ -79,7 +79,7 @@ class SolvedModel:
     def is_language(self, name: str) -> bool:
         """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
         piece = self.layout.pieces.get(name)
-        return piece is not None and all(map(self.decoder.is_language, piece.targets))
+        return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
     def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
         """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.
@@ -115,7 +115,23 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:
-        _solve(experiment, settings, decoder, tasks, weights, head, partial)
+        experiment.check_edges(experts=True)
+        models, keep_weight = [experiment.base, *experiment.experts], experiment.recipe.keep_weight
+        total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
+        with progress_bar("Solving", models, total, experiment.quiet) as progress:
+            feature_merge(
+                decoder,
+                ActmatAnchor(models, decoder, keep_weight),
+                experiment.experts,
+                tasks,
+                partial,
+                keep_weight=keep_weight,
+                weights=weights,
+                ridge=None if settings.ridge == "auto" else settings.ridge,
+                head=head,
+                ranks=experiment.ranks,
+                progress=progress,
+            )
     return SolvedModel(decoder, partial, experiment.layout)
 
 
@@ -159,41 +175,3 @@ def _changes_rows(experiment: Experiment) -> bool:
     if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
         return True
     return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
-
-
-def _solve(
-    experiment: Experiment,
-    settings: FeatcalSettings,
-    decoder: Decoder,
-    tasks: Tasks,
-    weights: Sequence[torch.Tensor],
-    head: LinearMap | None,
-    partial: Partial,
-) -> None:
-    models = [experiment.base, *experiment.experts]
-    experiment.check_edges(experts=True)
-    anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
-    total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
-    with progress_bar("Solving", models, total, experiment.quiet) as progress:
-        feature_merge(
-            decoder,
-            anchor,
-            experiment.experts,
-            tasks,
-            partial,
-            keep_weight=experiment.recipe.keep_weight,
-            weights=weights,
-            ridge=None if settings.ridge == "auto" else settings.ridge,
-            head=head,
-            ranks=experiment.ranks,
-            progress=progress,
-        )
-
-
-def resumable_bytes(partial: Path, experts: Sequence[str | None]) -> int:
-    """The bytes of the layers in a folder that a merge of these experts, by their fingerprints, can resume."""
-    with contextlib.suppress(OSError, SltaError):  # another process may finish it meanwhile
-        run = run_of(partial)
-        if run is not None and (run.get("format"), run.get("experts")) == (FORMAT, list(experts)):
-            return sum(layer.stat().st_size for layer in partial.glob("*.safetensors"))
-    return 0

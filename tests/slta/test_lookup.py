@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,6 @@ import transformers
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
-from safetensors.torch import load_file
 from support import families
 from support.copies import edit_tensors, edited, sharded
 from support.examining import edit_config, larger_vocabulary, problems
@@ -23,11 +23,12 @@ from support.families import Family
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import Fallback
-from mergekit_slta.nonlinearity.scores import plan_linearity
+from mergekit_slta.nonlinearity.studies import plan_linearity
 from mergekit_slta.reports.merge import report_page
-from mergekit_slta.slta import measure
-from mergekit_slta.slta.measure import measured_statistics
-from mergekit_slta.slta.statistics import Info, Statistics
+from mergekit_slta.slta import lookup
+from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import Info
 
 SETTINGS = {"samples": 5, "max_tokens": 12, "seed": 3}
 
@@ -61,7 +62,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was run")
 
-    monkeypatch.setattr(measure, "calibrate", run)
+    monkeypatch.setattr(lookup, "calibrate", run)
 
 
 def same(first: Statistics, second: Statistics) -> bool:
@@ -150,28 +151,24 @@ def test_other_copies_of_the_same_models_fit_and_lend_their_names(
     assert path.read_bytes() == before
 
 
+Change = Callable[[dict[str, Any], Family, Path], object]
+
+
 def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     content["base_model"] = content["models"][0]["model"]
     content["models"] = content["models"][1:]
 
 
 def change_configuration(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    base = shutil.copytree(llama.base, tmp_path / "stretched")
-    config = json.loads((base / "config.json").read_text())
-    config["rope_parameters"]["rope_theta"] *= 10
-    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    base = Path(shutil.copytree(llama.base, tmp_path / "stretched"))
+    rope = llama.config.rope_parameters | {"rope_theta": 1e5}
+    edit_config(base, rms_norm_eps=1e-3, rope_parameters=rope)
     content["base_model"] = str(base)
 
 
-def leave_out_a_calibration(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    del content["models"][1]["parameters"]["calibration"]
-
-
 def change_expert(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-    def retrain(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.0.mlp.up_proj.weight"] += 0.01
-
-    content["models"][1]["model"] = str(edited(llama.experts[1], tmp_path / "retrained", retrain))
+    folder = edited(llama.experts[1], tmp_path / "other", lambda tensors: tensors["model.norm.weight"].add_(0.01))
+    content["models"][1]["model"] = str(folder)
 
 
 def change_records(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
@@ -179,84 +176,63 @@ def change_records(content: dict[str, Any], llama: Family, tmp_path: Path) -> No
     content["models"][2]["parameters"]["calibration"] = str(other)
 
 
-def change_setting(name: str, value: int) -> Callable[[dict[str, Any], Family, Path], None]:
-    def change(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
-        content["parameters"][name] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (change_base, r"base model .*expert0 is not the one"),
-        (change_configuration, r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"),
-        (leave_out_a_calibration, r"Some models have a 'calibration', but not .*expert1: "),
-        (change_expert, r"expert .*retrained is not one of the models"),
-        (change_records, r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"),
-        (change_setting("samples", 4), r"samples 4, but .* 5"),
-    ],
-    ids=["base", "configuration", "a calibration", "expert", "data", "samples"],
-)
-def test_a_mismatch_names_the_part_and_overwrites_nothing(
-    change: Callable[[dict[str, Any], Family, Path], None],
-    words: str,
-    no_measuring: None,
-    llama: Family,
-    path: Path,
-    tmp_path: Path,
-) -> None:
-    content, before = recipe(llama), path.read_bytes()
-    change(content, llama, tmp_path)
-    with pytest.raises(SltaError, match=words) as caught:
-        measured(content, path)
-    assert str(path) in caught.value.message or change is leave_out_a_calibration
-    assert path.read_bytes() == before
-    content["parameters"]["statistics"] = str(path)
-    assert problems(content, merging=False) == [caught.value.message]
-
-
-def test_all_that_does_not_fit_is_said_at_once(no_measuring: None, llama: Family, path: Path, tmp_path: Path) -> None:
-    content = recipe(llama, statistics=str(path))
+def change_all(*arguments: Any) -> None:
     for change in (change_configuration, change_expert, change_records):
-        change(content, llama, tmp_path)
+        change(*arguments)
+
+
+MISMATCHES: dict[str, tuple[Change, list[str]]] = {
+    "base": (change_base, [r"base model .*expert0 is not the one"]),
+    "configuration": (
+        change_configuration,
+        [r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"],
+    ),
+    "a calibration": (
+        lambda content, *_: content["models"][1]["parameters"].clear(),
+        [r"Some models have a 'calibration', but not .*expert1: "],
+    ),
+    "expert": (change_expert, [r"expert .*other is not one of the models"]),
+    "data": (change_records, [r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"]),
+    "samples": (lambda content, *_: content["parameters"].update(samples=4), [r"samples 4, but .* 5"]),
+    "level": (
+        lambda content, *_: content["parameters"].update(level="layer"),
+        [r"lacks the level layer \(it holds attn_mlp\): .*calibrate RECIPE -o FILE --level attn_mlp"],
+    ),
+    "all at once": (change_all, ["stretched is not", "other is not one", "gives other tokens"]),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_mismatch_names_the_part_and_overwrites_nothing(
+    name: str, no_measuring: None, llama: Family, path: Path, tmp_path: Path
+) -> None:
+    (change, words), content, before = MISMATCHES[name], recipe(llama, statistics=str(path)), path.read_bytes()
+    change(content, llama, tmp_path)
     with pytest.raises(SltaError) as caught:
-        measured(content, path)
-    assert len(caught.value.message.splitlines()) == 3
-    assert problems(content, merging=False) == caught.value.message.splitlines()
-
-
-def older(path: Path, content: dict[str, Any], **versions: str) -> None:
-    """Change what a file says of itself."""
-    found = Statistics.load(path)
-    info = found.info.model_dump(mode="json")
-    info["fingerprint"] |= content
-    info["versions"] |= versions
-    replace(found, info=Info.model_validate(info)).save(path)
+        measured(content, None, content["parameters"].get("level", "attn_mlp"))
+    sentences = caught.value.message.splitlines()
+    assert len(sentences) == len(words)
+    for pattern, sentence in zip(words, sentences, strict=True):
+        assert re.search(pattern, sentence), sentence
+        assert str(path) in sentence or name == "a calibration"
+    assert path.read_bytes() == before
+    assert problems(content, merging=False) == sentences
 
 
 def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
     no_measuring: None, llama: Family, path: Path
 ) -> None:
-    base = Statistics.load(path).info.fingerprint.model_dump()["base"]
-    base["config"]["invented_later"] = base["config"].pop("hidden_act")
-    older(path, {"base": base}, transformers="99.0")
-    measured(recipe(llama), path)
-    older(path, {"base": base}, transformers=transformers.__version__)
+    found = Statistics.load(path)
+    content = found.info.model_dump(mode="json")
+    config = content["fingerprint"]["base"]["config"]
+    config["invented_later"] = config.pop("hidden_act")
+    for version in ("99.0", transformers.__version__):
+        content["versions"]["transformers"] = version
+        replace(found, info=Info.model_validate(content)).save(path)
+        if version == "99.0":
+            measured(recipe(llama), path)
     with pytest.raises(SltaError, match=r"\(other hidden_act, invented_later\)"):
         measured(recipe(llama), path)
-
-
-# Levels
-
-
-def test_a_file_that_lacks_a_level_is_refused_and_not_touched(no_measuring: None, llama: Family, path: Path) -> None:
-    before = path.read_bytes()
-    with pytest.raises(
-        SltaError, match=r"lacks the level layer \(it holds attn_mlp\): .*calibrate RECIPE -o FILE --level attn_mlp"
-    ):
-        measured(recipe(llama), path, "attn_mlp", "layer")
-    assert path.read_bytes() == before
 
 
 # In a merge's output
@@ -274,26 +250,23 @@ def merged(content: dict[str, Any], out: Path) -> Statistics:
 def test_a_merge_keeps_its_statistics_and_measures_once(
     llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", measure.__name__)
+    caplog.set_level("INFO", lookup.__name__)
     first, out = Statistics.load(path), tmp_path / "out"
     kept = merged(recipe(llama), out)
     assert kept.info.model_copy(update={"files": ""}) == first.info
     assert all(torch.equal(kept.grams[name], gram) for name, gram in first.grams.items())
     assert list((out / "mergekit-slta").iterdir()) == [statistics_in(out)]
     content, weights = statistics_in(out).read_bytes(), (out / "model.safetensors").read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, "calibrate", None)
-        merged(recipe(llama), out)
+    monkeypatch.setattr(lookup, "calibrate", None)
+    merged(recipe(llama), out)
     assert statistics_in(out).read_bytes() == content
     assert (out / "model.safetensors").read_bytes() == weights
-    (said,) = [message for message in caplog.messages if message.startswith("Nothing is measured anew: ")]
-    assert str(statistics_in(out)) in said
+    assert f"Nothing is measured anew: {statistics_in(out)} holds" in caplog.text
 
 
 def test_without_a_file_nothing_is_written(llama: Family, path: Path, tmp_path: Path) -> None:
-    before = sorted(tmp_path.rglob("*"))
     assert same(measured(recipe(llama), None), Statistics.load(path))
-    assert sorted(tmp_path.rglob("*")) == before
+    assert list(tmp_path.rglob("*")) == [path]
 
 
 def edit_in_place(family: Family) -> None:
@@ -331,29 +304,10 @@ def test_statistics_of_another_merge_are_replaced(
     assert same(again, merged(recipe(family, **changes), tmp_path / "expected"))
 
 
-def retrain(family: Family) -> None:
-    """Save the second expert again, under the same file name."""
-    edit_tensors(family.experts[1], lambda tensors: [tensor.mul_(1.3) for tensor in tensors.values()])
-
-
-@pytest.mark.parametrize("method", ["slta", "actmat"])
-def test_an_expert_that_is_replaced_between_two_merges_of_a_process(
-    method: str, family: Family, tmp_path: Path
-) -> None:
-    content = families.recipe(family, method, calibration=method == "slta")
-    first = load_file(families.merge(content, tmp_path / "first") / "model.safetensors")
-    retrain(family)
-    again = load_file(families.merge(content, tmp_path / "again") / "model.safetensors")
-    LoaderCache.loaders.clear()
-    expected = load_file(families.merge(content, tmp_path / "expected") / "model.safetensors")
-    assert all(torch.allclose(again[name], tensor, atol=1e-6) for name, tensor in expected.items())
-    assert not all(torch.allclose(first[name], tensor, atol=1e-3) for name, tensor in expected.items())
-
-
 def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(family: Family, tmp_path: Path) -> None:
     experiment = families.experiment(recipe(family))
     assert experiment.experts[1].fingerprint()
-    retrain(family)
+    edit_tensors(family.experts[1], lambda tensors: [tensor.mul_(1.3) for tensor in tensors.values()])
     with pytest.raises(SltaError, match="expert1 have changed while they were read"):
         measured_statistics(experiment, ["attn_mlp"], tmp_path / "stats.safetensors")
     assert not (tmp_path / "stats.safetensors").exists()
@@ -366,12 +320,12 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     reason = "it mixes tokens by Lfm2ShortConv, which is not known to have heads"
     fallback = Fallback("head_mlp", "attn_mlp", (0, 2), "Lfm2DecoderLayer", reason)
     sentence = f"Level head_mlp falls back to level attn_mlp in layers 0, 2 (Lfm2DecoderLayer): {reason}."
-    assert measured(recipe(family), None, "attn_mlp").info.fallbacks == ()
-    assert measured(recipe(family), None, "head_mlp").info.fallbacks == (fallback,)
     found = measured(recipe(family), path, "attn_mlp", "head_mlp", "linear")
     assert found.info.levels == ("attn_mlp", "head_mlp", "linear")
     assert same(found, Statistics.load(path))
     assert found.info.fallbacks == found.select("expert1").info.fallbacks == (fallback,)
+    assert found.at_levels(["attn_mlp"]).info.fallbacks == ()
+    assert sentence in caplog.messages
     caplog.clear()
     measured(recipe(family, experts=[1], calibration=False), path, "head_mlp")
     assert caplog.messages == [sentence]

@@ -1,0 +1,190 @@
+"""The statistics file: the results of a calibration, small enough to publish beside a model.
+
+A ``.safetensors`` file with ``gram/{submodule}`` [N, T, T] float64, ``task`` [N] and ``tokens`` [N] int64, and one
+metadata entry, ``mergekit_slta``, that describes the models and the data. Rows are ordered by task, then by sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import huggingface_hub
+import safetensors
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors.torch import save as serialize
+
+from mergekit_slta import __version__, files
+from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.files import STATISTICS_OF_MERGE
+from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
+from mergekit_slta.models import hub
+
+METADATA_KEY = "mergekit_slta"
+PUBLISHED_PREFIX = "hf:"
+_GRAM = "gram/"
+_SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
+_PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
+
+
+class CalibrationInfo(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str
+    template: str
+    sha256: str
+
+
+class BaseContent(BaseModel):
+    """Identifies the base model, whose layers run the weights of every model.
+
+    Attributes:
+        tensors: a hash of its tensors, as of an expert's.
+        config: the entries of its configuration that may affect the layers' results, each with a hash of its value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    tensors: str
+    config: dict[str, str]
+
+
+class Fingerprint(BaseModel):
+    """Identifies the models, the data and the settings of a measurement, to compare a file with a recipe."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    base: BaseContent
+    experts: tuple[str, ...]
+    tokens: str
+    settings: str
+
+
+class Info(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    format_version: Literal[2]
+    levels: tuple[str, ...]
+    base_model: str
+    models: tuple[str, ...]
+    calibration: tuple[CalibrationInfo, ...]
+    samples: int
+    max_tokens: int
+    seed: int
+    inputs: Literal["base"]
+    architecture: str
+    num_layers: int
+    dtype: str
+    versions: dict[str, str]
+    fingerprint: Fingerprint
+    # The file has these entries only where the base model has a task, where a layer is measured at a coarser level, and
+    # in a merge's output, which the same merge uses again while the models' files have not changed.
+    keep: CalibrationInfo | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+    files: str = ""
+
+
+class Measured(NamedTuple):
+    """What a statistics file holds: the first fields of ``Statistics``."""
+
+    grams: dict[str, torch.Tensor]
+    task: torch.Tensor
+    tokens: torch.Tensor
+    info: Info
+
+
+def write_statistics(path: Path, measured: Measured) -> None:
+    """Write a statistics file; an OSError leaves an earlier one as it was."""
+    grams, task, tokens, info = measured
+    tensors = {_GRAM + name: gram.contiguous() for name, gram in grams.items()} | {"task": task, "tokens": tokens}
+    text = json.dumps(info.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+    files.write(path, serialize(tensors, metadata={METADATA_KEY: text}))
+
+
+def read_statistics(path: Path) -> Measured:
+    """Read and check a statistics file; the errors are those of ``Statistics.load``."""
+    if not path.is_file():
+        missing = f"There is no statistics file {path}: make one with 'mergekit-slta calibrate'."
+        if path.is_dir() or path.match(STATISTICS_OF_MERGE):
+            missing += " Only slta writes statistics into the merged folder; a recipe of featcal has 'report: FOLDER'."
+        raise SltaError(missing)
+    as_file = "cannot be read as a safetensors file", "get it or measure it again"
+    with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if set(metadata) != {METADATA_KEY} or not tensors.keys() >= {"task", "tokens"}:
+        raise SltaError(f"{path} is not a statistics file: make one with 'mergekit-slta calibrate'.")
+    try:
+        info = Info.model_validate_json(metadata[METADATA_KEY])
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
+        raise SltaError(f"{path} has unusable metadata ({where}): get it or measure it again.") from None
+    task, tokens = tensors.pop("task"), tensors.pop("tokens")
+    grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
+    measured = Measured({name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info)
+    if problem := _problem(measured):
+        raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
+    return measured
+
+
+def _problem(measured: Measured) -> str | None:
+    """Why the content of a file cannot be a measurement, as a clause."""
+    grams, task, tokens, info = measured
+    experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
+    if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1) or not info.levels:
+        return "it does not describe all of its models and levels"
+    if task.dtype != torch.int64 or task.unique_consecutive().tolist() != list(range(tasks)):
+        return "'task' does not name every task in order"
+    if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
+        return "'tokens' does not fit"
+    for name, gram in grams.items():
+        fits = gram.dtype == torch.float64 and gram.shape == (len(task), experts, experts)
+        sound = fits and bool(gram.isfinite().all()) and torch.equal(gram, gram.mT)
+        if not _SUBMODULE.fullmatch(name) or not sound or bool((gram.diagonal(dim1=-2, dim2=-1) < 0).any()):
+            return f"'{name}' holds no Gram matrices of a submodule"
+    for level in info.levels:
+        layers = {place_of(name).layer for name in of_level(grams, level)}
+        if level not in LEVELS or layers != ({None} if level == "model" else set(range(info.num_layers))):
+            return f"it does not hold level '{level}' of {info.num_layers} layers"
+    return None
+
+
+def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
+    """The path of a statistics file, or of that in a merged folder; ``hf:...`` is downloaded from the Hub.
+
+    Raises:
+        SltaError: the reference is malformed, or the download failed.
+    """
+    if not source.startswith(PUBLISHED_PREFIX):
+        path = Path(source).expanduser()
+        return beside if (beside := path / STATISTICS_OF_MERGE).is_file() else path
+    parts = _PUBLISHED.fullmatch(source)
+    if parts is None:
+        raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")
+    try:
+        repo, file, revision = parts["repo"], parts["file"], parts["revision"]
+        return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, cache_dir=cache_dir))
+    except hub.HUB_ERRORS as error:
+        raise SltaError(f"Statistics '{source}' cannot be fetched: {hub.reason(error)}.") from error
+
+
+def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:
+    """Identify the settings of a measurement."""
+    return _sha256({"inputs": "base", "max_tokens": max_tokens, "samples": samples, "seed": seed})
+
+
+def tokens_fingerprint(token_hashes: Sequence[str]) -> str:
+    """Identify the token ids of all tasks, from the sha256 of each task's."""
+    return _sha256(list(token_hashes))
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a measurement depends on."""
+    installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
+    return {"mergekit-slta": __version__, **installed}
+
+
+def _sha256(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""What a layer does with the outputs of its children, seen by changing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import families
+
+from mergekit_slta.layers.decoder import INPUT, Decoder
+from mergekit_slta.layers.forms import random_numbers
+from mergekit_slta.layers.probe import made_up_layer
+from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.trace import trace_model
+
+Part = Callable[[torch.Tensor], torch.Tensor]
+# Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.
+Between = Callable[[torch.Tensor, Part, Part, torch.Tensor], torch.Tensor]
+
+
+def added_in_place(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
+    x += attend(x)
+    return feed(x).add_(x)
+
+
+def written_into_a_part(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
+    x = x + attend(x)
+    total = torch.zeros_like(x)
+    total[:] = x
+    total[..., :] += feed(x).view(-1, x.shape[-1]).view_as(x)
+    return total
+
+
+def one_after_the_other(x: torch.Tensor, attend: Part, feed: Part) -> torch.Tensor:
+    x = x + attend(x)
+    return x + feed(x)
+
+
+# With the constants of both branches, in units of the input's.
+SUMS: dict[str, tuple[Between, float, float]] = {
+    "one after the other": (lambda x, attend, feed, weight: one_after_the_other(x, attend, feed), 1.0, 1.0),
+    "side by side": (lambda x, attend, feed, weight: x + attend(x) + feed(x), 1.0, 1.0),
+    "in place": (added_in_place, 1.0, 1.0),
+    "into a part": (written_into_a_part, 1.0, 1.0),
+    "scaled": (lambda x, attend, feed, weight: x + attend(x) * 0.25 - 2.0 * feed(x), 0.25, -2.0),
+    "the input scaled": (lambda x, attend, feed, weight: 0.5 * x + attend(x) + feed(x), 2.0, 2.0),
+    "all scaled by a weight": (lambda x, a, f, weight: one_after_the_other(x, a, f) * weight.mean(), 1.0, 1.0),
+}
+OTHERS: dict[str, Between] = {
+    "a branch scaled by a weight": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight.mean(),
+    "a number for each feature": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight,
+    "a gate": lambda x, attend, feed, weight: x + attend(x) + feed(x) * x.sigmoid(),
+    "a number added": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed) + 1.0,
+    "a norm": lambda x, attend, feed, weight: torch.nn.functional.layer_norm(
+        one_after_the_other(x, attend, feed), x.shape[-1:]
+    ),
+}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, layer: Any, between: Between) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        self.weight = torch.nn.Parameter(torch.empty(layer.input_layernorm.weight.shape))
+        self.between = between
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.self_attn(hidden_states=self.input_layernorm(x), **kwargs)[0]
+            return output
+
+        def feed(x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.mlp(self.post_attention_layernorm(x))
+            return output
+
+        return self.between(hidden_states, attend, feed, self.weight)
+
+
+def decoder_of(between: Between) -> Decoder:
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.layers = torch.nn.ModuleList([Layer(layer, between) for layer in self.model.layers])
+
+    with torch.device("meta"):
+        model: Any = Model(families.config_of("llama", architectures=["LlamaForCausalLM"])).eval()
+    return trace_model(model)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_known_by_its_constants(name: str) -> None:
+    between, attention, mlp = SUMS[name]
+    found = decoder_of(between).structures[0]
+    assert found.summands == pytest.approx({INPUT: 1.0, "self_attn": attention, "mlp": mlp})
+    assert found.mixers == {"self_attn"}
+    branches = {name: children - {"weight"} for name, children in found.branches.items()}
+    assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_anything_else_has_no_constants(name: str) -> None:
+    assert decoder_of(OTHERS[name]).structures[0].summands is None
+
+
+@pytest.mark.parametrize("name", [*SUMS, *OTHERS])
+@torch.no_grad()
+def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None:
+    decoder = decoder_of(OTHERS[name] if name in OTHERS else SUMS[name][0])
+    weights, hidden, call = made_up_layer(decoder, 0)
+    others = {**random_numbers(decoder.layers[0].state_dict(), decoder.device, seed=1), "weight": weights["weight"]}
+    base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
+    unit = {"the input scaled": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
+    found = decoder.structures[0].change("layer", run, base)
+    assert torch.allclose(unit * found, run.output - base.output, atol=1e-5)
+
+
+def test_a_layer_that_refuses_changed_outputs_is_not_split() -> None:
+    def refuse(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
+        if not (fed := feed(x)).any():
+            raise ValueError("There is nothing to add.")
+        return x + attend(x) + fed
+
+    decoder = decoder_of(refuse)
+    assert [(found.level, found.coarser) for found in fallbacks(decoder, "attn_mlp")] == [("attn_mlp", "layer")]
+    assert layer_submodules(decoder, "layer", 0) == ["layer.0"]
+
+
+@torch.no_grad()
+def test_what_a_layer_changes_in_place_is_recorded_as_it_was() -> None:
+    decoder = decoder_of(added_in_place)
+    weights, hidden, call = made_up_layer(decoder, 0)
+    before = hidden.clone()
+    base = decoder.run(0, weights, hidden, call)
+    assert torch.equal(hidden, before)
+    for _ in range(2):
+        assert torch.equal(decoder.run(0, weights, hidden, call, replay=base.outputs).output, base.output)
