@@ -77,7 +77,11 @@ def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
 def test_each_host_has_its_hook_and_a_failed_one_is_the_last(
     monkeypatch: pytest.MonkeyPatch, calls: list[str], works: bool, before_install: list[str]
 ) -> None:
-    monkeypatch.setattr(startup, "call", lambda hook: (calls.append(hook), works)[1])
+    def call(hook: str) -> bool:
+        calls.append(hook)
+        return works
+
+    monkeypatch.setattr(startup, "call", call)
     for name in before_install:
         importlib.import_module(name)
     startup.install()

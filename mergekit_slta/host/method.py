@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -140,7 +140,7 @@ class DataFreeMerge(Merge):
     def __init__(self, experiment: Experiment | None) -> None:
         super().__init__(experiment)
         self._lock = threading.Lock()
-        self._roles: Mapping[str, Role] | None = None
+        self._roles: dict[Hashable, Mapping[str, Role]] = {}  # by base model: each slice may have its own
 
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
@@ -168,14 +168,14 @@ class DataFreeMerge(Merge):
         return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
 
     def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
-        experiment = self.experiment
+        assert group.base is not None
+        base = group.base.id if isinstance(group.base.id, ModelReference) else None
         with self._lock:
-            if self._roles is None:
-                base = experiment.recipe.base if experiment else None
-                trusted = experiment is not None and experiment.options.trust_remote_code
-                self._roles = model_roles(base, trusted, self.spec.name)
-        roles = self._roles
-        name, layout = group.metadata.name or "", experiment.layout if experiment else None
+            if base not in self._roles:
+                trusted = self.experiment is not None and self.experiment.options.trust_remote_code
+                self._roles[base] = model_roles(base, trusted, self.spec.name)
+            roles = self._roles[base]
+        name, layout = group.metadata.name or "", self.experiment.layout if self.experiment else None
         piece = layout.pieces.get(name) if layout else None
         endings = dotted_tails(piece.targets[0] if piece else name)
         role = next((roles[ending] for ending in endings if ending in roles), None)

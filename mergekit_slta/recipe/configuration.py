@@ -28,10 +28,16 @@ def expert_references(config: MergeConfiguration) -> list[ModelReference]:
     return [model for model in named if model != config.base_model]
 
 
+def shared_parameters(config: MergeConfiguration) -> dict[str, Any]:
+    """The parameters for the whole merge of a recipe with at most one slice, whose own parameters take precedence."""
+    slices = output_slices(config)
+    return {**(config.parameters or {}), **(slices[0].parameters or {} if slices else {})}
+
+
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
     """Each expert's parameters: the shared ones, overridden by its own."""
     given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
-    return {model: {**(config.parameters or {}), **given[model]} for model in expert_references(config)}
+    return {model: {**shared_parameters(config), **given[model]} for model in expert_references(config)}
 
 
 def base_parameters(config: MergeConfiguration) -> dict[str, Any]:

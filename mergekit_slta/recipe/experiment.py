@@ -135,9 +135,17 @@ class Experiment:
         """The base model's decoder, without weights, traced on the CPU.
 
         Raises:
-            SltaError: the base model cannot be opened or is not a decoder-only language model.
+            SltaError: the base model cannot be opened or is not a decoder-only language model, or a slice of the recipe
+                does not cover all of its layers.
         """
-        return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
+        decoder = trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
+        for source in (source for output in self.recipe.config.slices or () for source in output.sources):
+            if tuple(source.layer_range) != (0, len(decoder)):
+                raise SltaError(
+                    f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of "
+                    f"{len(decoder)}: only whole models can be calibrated, list the experts under 'models'."
+                )
+        return decoder
 
     @cached_property
     def layout(self) -> Layout:
@@ -152,13 +160,29 @@ class Experiment:
 
     @property
     def in_slices(self) -> bool:
-        """Whether the recipe has slices or modules, whose tensors mergekit plans by itself."""
-        return not self.recipe.config.models
+        """Whether the recipe leaves layers out or repeats them, or names mergekit's modules, so that mergekit plans."""
+        config, depth = self.recipe.config, self.model(self.recipe.base).size("num_hidden_layers")
+        ranges = {tuple(source.layer_range) for output in config.slices or () for source in output.sources}
+        return bool(config.modules) or len(config.slices or ()) > 1 or not ranges <= {(0, depth)}
 
     @cached_property
     def architecture(self) -> ModelArchitecture | None:
-        """The architecture by which mergekit merges all tensors of the base model's checkpoint, but not of slices."""
-        return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
+        """The architecture by which mergekit merges all tensors of the base model's checkpoint.
+
+        None where mergekit's own decides, because the recipe is ``in_slices``.
+
+        Raises:
+            SltaError: the recipe has one slice of all layers, but the model has several stacks of layers.
+        """
+        if self.in_slices:
+            return None
+        found = architecture_of(self.layout, self.stored, self.base.config)
+        if self.recipe.config.slices and len(found.modules) > 1:
+            raise SltaError(
+                f"{self.base} has several stacks of layers, of which mergekit takes no slices: list the models under "
+                "'models'."
+            )
+        return found
 
     def adapt_loaders(self) -> None:
         """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""

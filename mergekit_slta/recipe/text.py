@@ -11,7 +11,13 @@ from typing import Any
 import yaml
 from mergekit._data import chat_templates
 from mergekit.common import ModelReference
-from mergekit.config import ConditionalParameter, InputModelDefinition, MergeConfiguration
+from mergekit.config import (
+    ConditionalParameter,
+    InputModelDefinition,
+    InputSliceDefinition,
+    MergeConfiguration,
+    OutputSliceDefinition,
+)
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ValidationError
 
@@ -29,9 +35,8 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     method = settings.method
     if not config.base_model:
         yield f"The recipe has no base_model: '{method}' needs the model that the experts were fine-tuned from."
-    if settings.runs_models and not config.models:
-        place = "modules" if config.modules else "slices"
-        yield f"'{method}' merges whole models: list the experts under 'models', not in '{place}'."
+    if settings.runs_models:
+        yield from _structure(config, method)
     yield from _inputs(config)
     for where, table, model in parameter_tables(config):
         is_base = model is not None and model == config.base_model
@@ -76,6 +81,19 @@ def misshapen(error: ValidationError) -> str:
     if rule == "Field required":
         return f"{where} is missing."
     return f"{where} {rule.replace('dictionary', 'table')}, not {first['input']!r}."
+
+
+def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
+    """A recipe that is not a merge of whole models, for a method that merges only these."""
+    slices = config.slices or []
+    if config.modules:
+        yield f"'{method}' does not take 'modules': list the experts under 'models'."
+    elif len(slices) > 1:
+        yield f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."
+    elif slices and slices[0].base_model not in (None, config.base_model):
+        yield "The slice has its own base_model: move it to the top of the recipe."
+    elif slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
+        yield f"The slice lacks the base model {config.base_model}: list the experts under 'models'."
 
 
 def _inputs(config: MergeConfiguration) -> Iterator[str]:
@@ -171,6 +189,9 @@ def _keys(content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterato
     """Keys of a recipe's YAML that look like a mistake and that mergekit silently ignores."""
     tables: list[tuple[str, Mapping[str, Any], type[BaseModel]]] = [("the recipe", content, MergeConfiguration)]
     tables += [(f"the entry of {entry['model']}", entry, InputModelDefinition) for entry in content.get("models") or ()]
+    for output in content.get("slices") or ():
+        tables.append(("a slice", output, OutputSliceDefinition))
+        tables += [(f"the entry of {entry['model']}", entry, InputSliceDefinition) for entry in output["sources"]]
     parameters = {spec.name: spec for spec in (*base_specs(settings), *parameter_specs(settings))}
     for where, table, model in tables:
         for key in [key for key in map(str, table) if key not in model.model_fields]:

@@ -24,7 +24,7 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import WRITERS, trace
 from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
 from mergekit_slta.models.headers import listed, open_model
 from mergekit_slta.models.layout import Layout
@@ -38,6 +38,7 @@ LOG = logging.getLogger(__name__)
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 SOLVE_OTHERWISE = "solve at another level, such as 'attn_mlp', or use 'merge_method: slta' with these statistics"
+MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 
@@ -85,16 +86,20 @@ def plain_recipe(
             f"A recipe gives a tensor one weight, but at level 'head_mlp' its rows differ: {SOLVE_OTHERWISE}."
         )
     base = paths[info.base_model]
-    config = _read_config(info, base, trust_remote_code)
-    decoder = trace(config, trust_remote_code)
-    if len(decoder) != info.num_layers:
-        raise SltaError(
-            f"The model '{base}' has {len(decoder)} layers and the base model of the statistics {info.num_layers}: "
-            f"give the folder or Hub id of that with --model {info.base_model}=PATH."
-        )
-    layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
-    planned = planned_tensors(config, TensorWeights(decoder, level, submodules, layout))
-    weights = zip(info.models, weight_settings(planned), strict=True)
+    if level == "model" and not info.architecture.endswith(MULTIMODAL):  # one weight for all: nothing has to be read
+        planned, settings = [], [_rounded(float(weight)) for weight in submodules["model"].alpha]
+    else:
+        config = _read_config(info, base, trust_remote_code)
+        decoder = trace(config, trust_remote_code)
+        if len(decoder) != info.num_layers:
+            raise SltaError(
+                f"The model '{base}' has {len(decoder)} layers and the base model of the statistics {info.num_layers}: "
+                f"give the folder or Hub id of that with --model {info.base_model}=PATH."
+            )
+        layout = Layout(decoder.model, [name for name, _ in plan(config, decoder)])
+        planned = planned_tensors(config, TensorWeights(decoder, level, submodules, layout))
+        settings = weight_settings(planned)
+    weights = zip(info.models, settings, strict=True)
     content = {
         "merge_method": "task_arithmetic",
         "base_model": base,
@@ -113,6 +118,8 @@ def plain_recipe(
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
     """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
+    if not _known(path):
+        return ""
     try:
         names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
     except SltaError:
@@ -235,14 +242,19 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     name = info.base_model
     fix = f"give its folder or Hub id, models={{'{name}': 'PATH'}} in Python and --model {name}=PATH for the command"
-    folder = ModelReference.parse(path).model.path
-    if not Path(folder).exists() and not re.fullmatch("[^/]+/[^/]+", folder):
+    if not _known(path):
         raise SltaError(f"The base model '{path}' is neither a folder nor of the form ORG/NAME: {fix}.")
     with reading(f"The configuration of the base model '{path}'", fix=fix):
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
     if (config.architectures or [""])[0] != info.architecture:
         raise SltaError(f"The model '{path}' is not the base model of the statistics, a {info.architecture}: {fix}.")
     return config
+
+
+def _known(path: str) -> bool:
+    """Whether a path may name a model: it is here, or has the form of a repository on the Hub."""
+    name = ModelReference.parse(path).model.path
+    return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
 
 
 def _header(origin: Sequence[str], lost: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ def test_what_is_not_finite_is_refused_before_any_output(
     method: str, level: str | None, spoilt: int, tensor: str, llama: Family, tmp_path: Path
 ) -> None:
     """``spoilt`` is 0 for the base model, or an expert's number."""
-    content = families.recipe(llama, method, **({"level": level} if level else {}))
+    settings: dict[str, Any] = {"level": level} if level else {}
+    content = families.recipe(llama, method, **settings)
     entry, key = (content["models"][spoilt - 1], "model") if spoilt else (content, "base_model")
     entry[key] = str(spoiled(llama.folders[spoilt], tmp_path / "spoiled", tensor))
     with pytest.raises(SltaError, match=f"spoiled holds NaN or Inf in the tensor {tensor}"):

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mergekit.common import ModelReference
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.configuration import expert_parameters
-from mergekit_slta.recipe.recipe import Recipe, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 
 
@@ -37,6 +38,24 @@ def said(check: Callable[[], object]) -> list[str]:
 
 def under_expert(**parameters: Any) -> dict[str, Any]:
     return content(models=[{"model": "org/math", "parameters": {"calibration": "math.jsonl", **parameters}}])
+
+
+def whole_slice(**changes: Any) -> dict[str, Any]:
+    """The recipe as one slice of three layers."""
+    recipe = content()
+    sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
+    return recipe | {"slices": [{"sources": sources} | changes]}
+
+
+@pytest.mark.parametrize("recipe", [content(), whole_slice()])
+def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
+    assert problems(recipe) == []
+    found = Recipe(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
+    assert found.base == ModelReference.parse("org/base")
+    assert found.experts == tuple(
+        Task(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
+    )
+    assert found.settings == SltaSettings(samples=7)
 
 
 def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
@@ -95,7 +114,6 @@ def test_the_base_model_among_the_models_is_no_expert() -> None:
 
 
 SHARED, OWN = "in the recipe's parameters", "in the parameters of org/math"
-SLICES = [{"sources": [{"model": name, "layer_range": [0, 3]} for name in ("org/base", "org/math")]}]
 FAULTS = [
     (content(parameters={"sample": 3}), f"Unknown parameter 'sample' {SHARED}, did you mean 'samples'?"),
     (content(parameters={"zzz": 1}), f"Unknown parameter 'zzz' {SHARED}; the known ones are balance,"),
@@ -117,8 +135,6 @@ FAULTS = [
     *((content(name, base_model=None), f"The recipe has no base_model: '{name}' needs") for name in SETTINGS),
     (content(models=[{"model": "org/base"}]), "The recipe has no expert: list a fine-tuned model beside the base"),
     (content(models=content()["models"][:1] * 2), "org/math is listed 2 times: list it once, with all of its records"),
-    (content(models=None, slices=SLICES), "'slta' merges whole models: list the experts under 'models', not in 'slic"),
-    (content(models=None, modules={"default": {"slices": SLICES}}), "'slta' merges whole models: list the experts "),
     (content(level="layer"), "'level' in the recipe has no effect: put it under the recipe's 'parameters'."),
     (content(template="{q}"), "'template' in the recipe has no effect: put it under the model's 'parameters'."),
     (
@@ -150,6 +166,20 @@ def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
     assert problems(recipe) == [
         f"{tmp_path}/./base is the base model {tmp_path}/base: spell it the same way, or leave it out."
     ]
+
+
+def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
+    slices = whole_slice()["slices"]
+    for recipe, sentence in [
+        (content(models=None, modules={"default": {"slices": slices}}), "'slta' does not take 'modules'"),
+        (content(models=None, slices=slices * 2), "'slta' merges whole models, not 2 slices"),
+        (whole_slice(base_model="org/other"), "The slice has its own base_model"),
+        (whole_slice(sources=slices[0]["sources"][1:]), "The slice lacks the base model org/base"),
+    ]:
+        (problem,) = problems(recipe)
+        assert problem.startswith(sentence)
+        with pytest.raises(SltaError, match=sentence):
+            Recipe(recipe).base  # noqa: B018
 
 
 def test_misspelt_parameters_are_found_wherever_they_stand() -> None:

@@ -233,6 +233,13 @@ def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: F
         loaded.solve().save_recipe(tmp_path / "plain.yml")
 
 
+def test_the_model_level_needs_no_configuration(tmp_path: Path) -> None:
+    solution = statistics_of("model").solve("model")
+    content = yaml.safe_load(solution.save_recipe(tmp_path / "plain.yml").read_text())
+    weights = [entry["parameters"]["weight"] for entry in content["models"]]
+    assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads": ("head_mlp", {}, r"'head_mlp'.*'merge_method: slta'"),
     "no base model": ("layer", {"base": "none"}, r"'none' is neither .* ORG/NAME: .*models={'org/base': 'PATH'}"),
