@@ -144,11 +144,6 @@ def _answer_in(text: str, record: Record) -> Span | None:
     return None
 
 
-def has_known_fields(fields: Iterable[str]) -> bool:
-    """Whether a record with these fields needs no template."""
-    return any({*group} <= {*fields} for group in (*zip(CHAT_FIELDS), *TEXT_FIELDS))
-
-
 def template_fields(template: str) -> list[str]:
     """The fields of a record that a template names, in order.
 
