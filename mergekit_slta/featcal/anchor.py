@@ -44,7 +44,7 @@ class ActmatAnchor(Blend):
         Args:
             names: each tensor's key in ``tensors``, and the model's name of it.
             tensors: the base model's, then the experts'.
-            later: the keys of ``whole_maps`` that stay the base model's, because ``prior_of`` solves them.
+            later: the keys of ``whole_maps`` that stay the base model's, because they are solved later.
         """
         others = [{key: tensor for key, tensor in model.items() if names[key] not in self._maps} for model in tensors]
         blended = {**tensors[0], **super().of(names, others)}

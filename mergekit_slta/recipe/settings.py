@@ -103,8 +103,8 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly every matrix is drawn towards that of `actmat`, such as 0.03; `auto` takes for each "
-        "group of matrices what predicts left-out prompts best",
+        description="how strongly every matrix is drawn towards that of `actmat` and half as far again, such as 0.03; "
+        "`auto` takes for each group of matrices what predicts left-out prompts best",
     )
 
 

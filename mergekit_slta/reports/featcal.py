@@ -1,6 +1,6 @@
-"""The report on a feature merge: how far its features are from each expert's own, layer by layer.
+"""The report on a feature merge: how far its features are from those of each task's own model, layer by layer.
 
-Shapes: ``L`` layers, ``T`` experts, and as many tasks, each named after its expert.
+Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the base model if it has a task.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import enumerated, plain_number, possessive
 
 ERRORS_MEANING = (
-    "The error of a layer is the distance between the merged model's output and the expert's output, relative to the "
-    "size of the expert's output, on average over the tokens of the expert's calibration samples. The merge was fitted "
-    "to these samples, so the distance is larger on others. It is a distance of features, not accuracy."
+    "The error of a layer is the distance between the merged model's output and the output of the task's own model, "
+    "relative to the size of the latter, on average over the tokens of the task's prompts. The merge was fitted to "
+    "these prompts, so the distance is larger on others. It is a distance of features, not accuracy."
 )
 
 
@@ -31,7 +31,7 @@ def drift_page(
     Args:
         errors: the merged model's relative errors [L, T].
         ridges: for each layer, those that its matrices were solved with.
-        models: the experts' names.
+        models: the names of the tasks' own models.
         settings: the settings of the merge.
     """
     names = short_names(models)
@@ -41,9 +41,9 @@ def drift_page(
         title=f"How close a merge of {enumerated(names)} comes to each",
         verdict=[_verdict(errors, names), ERRORS_MEANING],
         facts={
-            "Experts": ", ".join(models),
+            "Tasks of": ", ".join(models),
             "Samples": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
-            "Solved with": f"{ridge}, towards the actmat merge",
+            "Solved with": f"{ridge}, towards the merge of actmat and half as far again",
         },
         sections=[Section("Where the drift is", charts=[_chart(errors, ridges, names)])],
     )
