@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
 from mergekit_slta.models.fingerprint import computation
-from mergekit_slta.models.headers import Model, listed
+from mergekit_slta.models.headers import Model, listed, weight_files
 from mergekit_slta.models.merged_adapters import NO_FOLDER, adapted, names_in, target_of
 from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.recipe.experiment import Experiment
@@ -35,6 +36,13 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
     """
     model, adapter, options = experiment.model(reference), reference.lora, experiment.options
     _full_precision(model)
+    pickled = (
+        [file for file in weight_files(model.folder) if file.suffix == ".bin" and file.is_file()]
+        if model.folder
+        else []
+    )
+    if options.lazy_unpickle and (old := [file.name for file in pickled if not zipfile.is_zipfile(file)]):
+        raise SltaError(f"{model} stores {listed(old)} as torch did before 1.6: leave --lazy-unpickle out.")
     if (reference == experiment.recipe.base or adapter) and (clause := left_over(model)):
         raise SltaError(f"{clause}: remove the entry 'quantization_config'.")
     if adapter is not None:

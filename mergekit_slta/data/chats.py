@@ -146,12 +146,20 @@ def written(turns: Turns, render: Render, where: object) -> tuple[Turns, str]:
             uncalled = [_without(turn, "tool_calls") for turn in form]
             if uncalled != form and attempt(render, uncalled) == text:
                 raise ValueError("it writes no tool calls")
+            if _folded(form) != form and leaves_out(form[0], text):
+                raise ValueError("it leaves the system's text out")
             return form, text
         except (SltaError, MemoryError):
             raise
         except Exception as error:  # of any kind: templates are programs
             reason = first_line(error)
     raise UnfitRecord(f"{where} does not fit the chat template ({reason}): give the expert a 'template'.")
+
+
+def leaves_out(turn: dict[str, Any], text: str) -> bool:
+    """Whether a text lacks what a turn says."""
+    content = _text_of(turn["content"])
+    return isinstance(content, str) and _squeezed(content) not in _squeezed(text)
 
 
 def answer_in(turns: Turns, text: str, render: Render) -> Span | None:

@@ -215,11 +215,11 @@ class CalibrationSource:
         # Its first token must be predicted from another.
         return tuple(ids[: self.max_tokens]), (inside[0], inside[-1] + 1) if inside and inside[0] else None
 
-    def _render_chat(self, turns: Turns, tools: list[Any] | None = None, asks: bool = False) -> str:
+    def _render_chat(self, turns: Turns, tools: list[Any] | None = None, asks: bool = False, **switches: Any) -> str:
         template = str(self._chat_tokenizer.get_chat_template(tools=tools))
         template = NOW.sub(lambda call: repr(CHAT_DATE.strftime(call[2])), template)
         how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": asks, "tokenize": False}
-        return str(self.tokenizer.apply_chat_template(turns, tools, **how))
+        return str(self.tokenizer.apply_chat_template(turns, tools, **how, **switches))
 
     def asked(self, record: Record, where: object) -> tuple[str, tuple[int, ...]]:
         """A record of ``messages`` as a model is given it that is to answer: its text, and the text's token ids.

@@ -75,8 +75,9 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
             return _chat_text(turns, record, where, render_chat)
     groups = _groups_in(record)
     for fields in groups:
-        if len(fields) > 1 and any(chats.is_turns(record[field]) for field in fields):
-            if turns := chats.normalized(_one_chat([record[field] for field in fields]), f"{fields[0]!r} of {where}"):
+        values = [chats.plain(record[field]) for field in fields]
+        if len(fields) > 1 and any(map(chats.is_turns, values)):
+            if turns := chats.normalized(_one_chat(values), f"{fields[0]!r} of {where}"):
                 return _chat_text(turns, record, where, render_chat)
             continue
         parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
@@ -95,7 +96,14 @@ def _chat_text(turns: chats.Turns, record: Record, where: object, render_chat: C
     tools = [*map(chats.plain, tools)] if isinstance(tools, list) else tools
     render = partial(render_chat, tools=tools) if tools else render_chat
     turns, text = chats.written(turns, render, where)
+    if chats.loses_reasoning(turns, text):  # some templates have a switch for it
+        thinking = partial(render, enable_thinking=True, thinking=True)
+        kept = chats.attempt(thinking, turns)
+        if kept is not None and not chats.loses_reasoning(turns, kept):
+            render, text = thinking, kept
     left_out = ["the reasoning"] * chats.loses_reasoning(turns, text)
+    others = {turn["role"] for turn in turns if turn["role"] != "assistant" and chats.leaves_out(turn, text)}
+    left_out += [f"a turn of the {role}" for role in sorted(others)]
     left_out += ["the tools"] * (bool(tools) and chats.attempt(render_chat, turns) == text)
     return Text(text, True, chats.answer_in(turns, text, render), tuple(left_out))
 
@@ -195,7 +203,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
             )
         last = len(text), len(text) + len(written)
         text += written
-    known = len(fields) > 1 and (not tail.strip() or fields[-1] in ANSWERS)
+    known = len(fields) > 1 and (fields[-1] in ANSWERS or not (tail.strip() or ANSWERS & {*fields}))
     return Text(text, answer=without_blanks(text, *last) if known else None)
 
 

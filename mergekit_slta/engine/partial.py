@@ -53,10 +53,10 @@ class Partial:
         try:
             yield
         finally:
-            self._lock.release()
-            if not (self.folder / RUN).exists():
+            if ranks.first and not (self.folder / RUN).exists():  # the first process may still be at work
                 (self.folder / LOCK).unlink(missing_ok=True)
                 _remove_empty(self._created)
+            self._lock.release()
 
     def _create(self) -> None:
         odd, run = _odd_entry(self.folder), run_of(self.folder)  # in this order: another process may begin between them

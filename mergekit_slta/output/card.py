@@ -23,7 +23,7 @@ from mergekit_slta.recipe.configuration import base_parameters, expert_parameter
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
-from mergekit_slta.slta.statistics_file import versions
+from mergekit_slta.slta.statistics_file import resolve_statistics, versions
 from mergekit_slta.tables import as_percentage
 
 CARD = "README.md"
@@ -60,17 +60,20 @@ def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
     files.write(folder / CARD, merge_card(folder, config, recipe, solution).encode())
 
 
-def renew_beside(folder: Path, solution: Solution | None) -> None:
+def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> None:
     """Write an ``slta`` merge's statistics, and remove what an earlier one has written beside the weights.
+
+    ``named`` is the statistics file that the recipe names, which may be the one there: it stays as it is.
 
     Raises:
         OSError: the file cannot be written.
     """
     (folder / ALPHA_FIGURE).unlink(missing_ok=True)
+    beside = folder / STATISTICS_OF_MERGE
     if solution is None:
-        (folder / STATISTICS_OF_MERGE).unlink(missing_ok=True)
-    else:
-        solution.statistics.save(folder / STATISTICS_OF_MERGE)
+        beside.unlink(missing_ok=True)
+    elif named.startswith("hf:") or not named or resolve_statistics(named).resolve() != beside.resolve():
+        solution.statistics.save(beside)
 
 
 def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None = None) -> str:

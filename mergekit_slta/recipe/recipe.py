@@ -78,7 +78,11 @@ class Recipe:
             raise SltaError(
                 f"'content' is of type {type(content).__name__}: give a mapping, or a file to Recipe.load(path)."
             )
-        self._parse(yaml.safe_dump(plain_values(content), sort_keys=False, allow_unicode=True), "This recipe")
+        try:
+            text = yaml.safe_dump(plain_values(content), sort_keys=False, allow_unicode=True)
+        except yaml.YAMLError as error:
+            raise SltaError(f"'content' holds a value that YAML cannot write ({first_line(error)}).") from None
+        self._parse(text, "This recipe")
 
     def __repr__(self) -> str:
         return self.text.rstrip()

@@ -86,6 +86,8 @@ def measured_statistics(
     if file is not None:
         ranks.require_equal(exists, file.parent)
     if file is not None and exists:
+        if merge:  # from here to its end it counts as unfinished
+            merge[1].begin({"statistics": source}, ranks, replace=True)
         statistics = _matched(experiment, file, asked)
         if ranks.first and not merge:
             Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
@@ -93,6 +95,9 @@ def measured_statistics(
     require_calibration(experiment.recipe)
     data = experiment.load_data(experiment.recipe.tasks)
     info = _info(experiment, data)
+    run = local_identity(experiment, info.fingerprint) | {"levels": asked}
+    if merge:
+        merge[1].begin(run, ranks, replace=True)
     if file is None and merge is not None:
         file, info = merge[0], info.model_copy(update={"files": local_stamps(experiment)})
         if (known := _still_fits(experiment, file, info.files, asked)) is not None:
@@ -100,10 +105,10 @@ def measured_statistics(
             return known
     if file is None:
         return _measured(experiment, info, data, asked, None)
-    run = local_identity(experiment, info.fingerprint) | {"levels": asked}
     partial = merge[1] if merge else Partial(partial_folder(file))
     with contextlib.nullcontext() if merge else partial.held(ranks):
-        partial.begin(run, ranks, replace=merge is not None)
+        if not merge:
+            partial.begin(run, ranks)
         statistics = _measured(experiment, info, data, asked, partial)
         if ranks.first:
             statistics.save(file)

@@ -232,3 +232,33 @@ def test_rows_of_a_table_have_the_arguments_that_they_have_as_json(tmp_path: Pat
     assert table.token_ids == load(write_jsonl(tmp_path / "a.jsonl", records), tokenizer, max_tokens=500).token_ids
     (row,) = load(write_jsonl(tmp_path / "b.jsonl", records[1:2]), tokenizer, max_tokens=500).token_ids
     assert str(tokenizer.decode([*row])).endswith('<calls>find {"n": 3, "deep": {"x": 1}}</calls><end>')
+
+
+USERS_ONLY = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+SWITCHED = (
+    "{% for m in messages %}{% if m.reasoning_content is defined and enable_thinking is defined and enable_thinking %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_turn_that_the_template_ignores_is_folded_or_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = [ASKED, turn("tool", "42"), turn("assistant", "ho")]
+    _, text, answer = shown({"messages": [turn("system", "be kind"), *SAID]}, USERS_ONLY, tmp_path)
+    assert "be kind" in text and answer == "ho"
+    assert not caplog.messages
+    shown({"messages": tool}, USERS_ONLY, tmp_path)
+    assert any("leaves out a turn of the tool of 1 of 1 records" in message for message in caplog.messages)
+
+
+def test_a_switch_of_the_template_keeps_the_reasoning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = {"messages": [ASKED, turn("assistant", "ho", reasoning_content="because")]}
+    _, text, answer = shown(record, SWITCHED, tmp_path)
+    assert text.count("<think>because</think>ho") == 1 and answer == "<think>because</think>ho"
+    assert not caplog.messages
+
+
+def test_turns_in_strings_are_a_chat_too(tmp_path: Path) -> None:
+    pair = {"prompt": json.dumps([ASKED]), "completion": json.dumps([SAID[1]])}
+    assert shown(pair, USERS_ONLY, tmp_path) == shown({"messages": SAID}, USERS_ONLY, tmp_path)

@@ -117,6 +117,16 @@ def test_a_run_that_ends_before_it_has_begun_leaves_nothing(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_another_rank_that_is_done_leaves_the_lock_of_the_first(tmp_path: Path) -> None:
+    with Partial(tmp_path / "partial").held(Ranks()):
+        rank = Partial(tmp_path / "partial")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "gather", lambda ranks, number: [number])
+            with rank.held(Ranks(1, 2)):
+                pass
+        assert (tmp_path / "partial" / LOCK).exists()
+
+
 def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

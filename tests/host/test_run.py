@@ -25,6 +25,7 @@ from support.families import Family
 from support.merging import State
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
@@ -207,3 +208,22 @@ def test_a_merge_by_another_method_joins_no_processes(
     monkeypatch.setenv("WORLD_SIZE", "2")
     content = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
     assert (families.merge(content, tmp_path / "out") / "model.safetensors").is_file()
+
+
+def test_a_merge_by_mergekits_own_method_leaves_nothing_of_an_earlier_one(llama: Family, tmp_path: Path) -> None:
+    """An unfinished merge's layers and an ``slta`` merge's statistics would be taken for the new one's."""
+    out = tmp_path / "out"
+    families.merge(families.recipe(llama, samples=2), out)
+    (out / PARTIAL_OF_MERGE).mkdir()
+    (out / PARTIAL_OF_MERGE / "run.json").write_text("{}")
+    families.merge(families.recipe(llama, "linear", calibration=False, per_expert={"weight": 0.5}), out)
+    assert not (out / "mergekit-slta").exists()
+
+
+def test_statistics_that_the_recipe_names_stay_as_they_are_in_the_output_too(llama: Family, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    families.merge(families.recipe(llama, samples=2), out)
+    before = (out / STATISTICS_OF_MERGE).read_bytes()
+    named = str(out / STATISTICS_OF_MERGE)
+    families.merge(families.recipe(llama, experts=[0, 1], samples=2, statistics=named), out)
+    assert (out / STATISTICS_OF_MERGE).read_bytes() == before
