@@ -36,12 +36,9 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
     """
     model, adapter, options = experiment.model(reference), reference.lora, experiment.options
     _full_precision(model)
-    pickled = (
-        [file for file in weight_files(model.folder) if file.suffix == ".bin" and file.is_file()]
-        if model.folder
-        else []
-    )
-    if options.lazy_unpickle and (old := [file.name for file in pickled if not zipfile.is_zipfile(file)]):
+    files = weight_files(model.folder) if model.folder and options.lazy_unpickle else []
+    pickled = [file for file in files if file.suffix == ".bin" and file.is_file()]
+    if old := [file.name for file in pickled if not zipfile.is_zipfile(file)]:
         raise SltaError(f"{model} stores {listed(old)} as torch did before 1.6: leave --lazy-unpickle out.")
     if (reference == experiment.recipe.base or adapter) and (clause := left_over(model)):
         raise SltaError(f"{clause}: remove the entry 'quantization_config'.")

@@ -12,7 +12,7 @@ import transformers
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.copies import edit_tensors
+from support.copies import edit_tensors, pickled_as_before
 from support.examining import edit_config, look, only, problems
 from support.families import Family
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
@@ -108,3 +108,10 @@ def test_an_entry_that_an_expert_has_left_over_is_ignored(family: Family, tmp_pa
     found = load_file(out / "model.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert "quantization_config" not in (out / "config.json").read_text()
+
+
+def test_torchs_old_format_is_not_read_tensor_by_tensor(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", experts=[0, 1], calibration=False)
+    content["models"][1]["model"] = str(pickled_as_before(llama.experts[1], tmp_path / "old"))
+    assert problems(content) == []
+    assert only(content, options={"lazy_unpickle": True}).endswith("before 1.6: leave --lazy-unpickle out.")

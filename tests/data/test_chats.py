@@ -234,7 +234,10 @@ def test_rows_of_a_table_have_the_arguments_that_they_have_as_json(tmp_path: Pat
     assert str(tokenizer.decode([*row])).endswith('<calls>find {"n": 3, "deep": {"x": 1}}</calls><end>')
 
 
-USERS_ONLY = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+USERS_ONLY = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+    "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
 SWITCHED = (
     "{% for m in messages %}{% if m.reasoning_content is defined and enable_thinking is defined and enable_thinking %}"
     "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"

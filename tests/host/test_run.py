@@ -216,7 +216,7 @@ def test_a_merge_by_mergekits_own_method_leaves_nothing_of_an_earlier_one(llama:
     families.merge(families.recipe(llama, samples=2), out)
     (out / PARTIAL_OF_MERGE).mkdir()
     (out / PARTIAL_OF_MERGE / "run.json").write_text("{}")
-    families.merge(families.recipe(llama, "linear", calibration=False, per_expert={"weight": 0.5}), out)
+    families.merge(families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5}), out)
     assert not (out / "mergekit-slta").exists()
 
 
