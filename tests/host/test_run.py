@@ -26,7 +26,10 @@ from support.merging import State
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.host import run
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
+from mergekit_slta.output.verify import verify
+from mergekit_slta.recipe.recipe import Recipe
 
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
 
@@ -227,3 +230,15 @@ def test_statistics_that_the_recipe_names_stay_as_they_are_in_the_output_too(lla
     named = str(out / STATISTICS_OF_MERGE)
     families.merge(families.recipe(llama, experts=[0, 1], samples=2, statistics=named), out)
     assert (out / STATISTICS_OF_MERGE).read_bytes() == before
+
+
+def test_a_merge_on_known_statistics_that_ends_early_is_unfinished(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = families.recipe(llama, samples=2, statistics=str(tmp_path / "stats.safetensors"))
+    families.merge(content, tmp_path / "first")
+    monkeypatch.setattr(run, "finish_folder", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        families.merge(content, tmp_path / "out")
+    with pytest.raises(SltaError, match="is not finished: run it again"):
+        verify(Recipe(content), tmp_path / "out")
