@@ -81,9 +81,10 @@ def run(
             if config.merge_method not in known and (near := suggestion(config.merge_method, known)):
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
             stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
-            if (Path(out) / PARTIAL_OF_MERGE).parent.exists():  # of an earlier merge by one of our methods
+            partial = Partial(Path(out) / PARTIAL_OF_MERGE)
+            if partial.folder.parent.exists():  # of an earlier merge by one of our methods
                 card.renew_beside(Path(out), None)
-                Partial(Path(out) / PARTIAL_OF_MERGE).remove()
+                partial.remove()
             return
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(source or config.to_yaml(), "The recipe")
@@ -128,8 +129,6 @@ def _merged(
         # Programs would read it instead of what was just written.
         LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
-    if not options.write_model_card and (earlier := folder / card.RECIPE).is_file():
-        LOG.warning("%s is of an earlier merge: now %s.", earlier, earlier.replace(f"{earlier}.old"))
     if options.write_model_card:
         try:
             card.write_card(folder, recipe.config, recipe.text, merge.solution)

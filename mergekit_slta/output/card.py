@@ -23,7 +23,7 @@ from mergekit_slta.recipe.configuration import base_parameters, expert_parameter
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
-from mergekit_slta.slta.statistics_file import resolve_statistics, versions
+from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics, versions
 from mergekit_slta.tables import as_percentage
 
 CARD = "README.md"
@@ -72,7 +72,7 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
     beside = folder / STATISTICS_OF_MERGE
     if solution is None:
         beside.unlink(missing_ok=True)
-    elif named.startswith("hf:") or not named or resolve_statistics(named).resolve() != beside.resolve():
+    elif not named or named.startswith(PUBLISHED_PREFIX) or resolve_statistics(named).resolve() != beside.resolve():
         solution.statistics.save(beside)
 
 

@@ -22,6 +22,7 @@ from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import WEIGHT_FILES
+from mergekit_slta.output.card import RECIPE
 from mergekit_slta.recipe.experiment import Experiment
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
@@ -142,7 +143,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
-    """The files by which programs find a model's weights, and its chat template, in a folder, with inode and time."""
+    """The files by which programs find a model's weights, chat template and recipe, with inode and time."""
     entries = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
-    entries += [folder / CHAT_TEMPLATES[0]] if tokenizer else []
+    entries += [folder / RECIPE, *([folder / CHAT_TEMPLATES[0]] if tokenizer else [])]
     return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in entries if file.is_file()}

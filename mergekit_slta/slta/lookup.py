@@ -25,7 +25,7 @@ from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
-from mergekit_slta.slta.matching import fingerprint, local_identity, local_stamps, match, model_contents
+from mergekit_slta.slta.matching import fingerprint, local_identity, match, model_contents
 from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo, Info, resolve_statistics, versions
 from mergekit_slta.slta.weights import TensorWeights
@@ -86,10 +86,10 @@ def measured_statistics(
     if file is not None:
         ranks.require_equal(exists, file.parent)
     if file is not None and exists:
+        statistics = _matched(experiment, file, asked)
         if merge:  # from here to its end it counts as unfinished
             merge[1].begin({"statistics": source}, ranks, replace=True)
-        statistics = _matched(experiment, file, asked)
-        if ranks.first and not merge:
+        elif ranks.first:
             Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
         return statistics
     require_calibration(experiment.recipe)
@@ -99,7 +99,7 @@ def measured_statistics(
     if merge:
         merge[1].begin(run, ranks, replace=True)
     if file is None and merge is not None:
-        file, info = merge[0], info.model_copy(update={"files": local_stamps(experiment)})
+        file, info = merge[0], info.model_copy(update={"files": run["files"]})
         if (known := _still_fits(experiment, file, info.files, asked)) is not None:
             LOG.info("Nothing is measured anew: %s holds the measurement of these models, data and settings.", file)
             return known

@@ -242,3 +242,20 @@ def test_a_merge_on_known_statistics_that_ends_early_is_unfinished(
         families.merge(content, tmp_path / "out")
     with pytest.raises(SltaError, match="is not finished: run it again"):
         verify(Recipe(content), tmp_path / "out")
+
+
+def test_a_merge_without_a_card_sets_the_recipe_of_an_earlier_one_aside(llama: Family, tmp_path: Path) -> None:
+    content, recipe = families.recipe(llama, "sftm", calibration=False), tmp_path / "out" / "mergekit_config.yml"
+    families.merge(content, tmp_path / "out", write_model_card=True)
+    families.merge(content, tmp_path / "out", write_model_card=True)
+    assert recipe.is_file()
+    families.merge(content, tmp_path / "out")
+    assert not recipe.exists() and recipe.with_name("mergekit_config.yml.old").is_file()
+
+
+def test_statistics_that_do_not_fit_leave_a_finished_output_finished(llama: Family, tmp_path: Path) -> None:
+    out, named = tmp_path / "out", str(tmp_path / "stats.safetensors")
+    families.merge(families.recipe(llama, samples=2, statistics=named), out)
+    with pytest.raises(SltaError, match="samples 3"):
+        families.merge(families.recipe(llama, samples=3, statistics=named), out)
+    assert not (out / PARTIAL_OF_MERGE).exists()
