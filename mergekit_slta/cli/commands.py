@@ -253,9 +253,12 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
     The best first: on average and for each task, the share of the short answers that greedy decoding gives exactly, on
-    records of `evaluation`, or else on those of `calibration` that calibration did not use. Apart from it, the share of
-    the expert's gain in likelihood over the base model that is kept, and the negative log-likelihood per token of the
-    answers, or of all tokens where no answer is known (lower is better). RECIPE may be for any method, also mergekit's
+    records of `evaluation`, or else on those of `calibration` that calibration did not use; and how many answers were
+    right and are wrong now (lost), or were wrong and are right (gained), against the task's expert, on the base model's
+    own task against the base model. Where answers have a form, the share that keeps it: a closing </think>, valid JSON,
+    an end token. Apart from these, the share of the expert's gain in likelihood over the base model that is kept, and
+    the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower is better).
+    RECIPE may be for any method, also mergekit's
     own, if it names a `calibration` for each expert. Each model is run once, one layer in memory at a time, in float32.
     """
     from mergekit_slta.checks.examine import sound_experiment
