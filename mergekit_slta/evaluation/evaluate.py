@@ -141,8 +141,12 @@ class Comparison(Paragraphs):
             )
             yield table(lambda score: as_percentage(score.exact, digits=0), "lost", "gained")
         if any(task.forms for task in tasks.values()):
-            yield "Share of the answers that keep their form: a closing </think>, valid JSON, the token that ends them"
-            yield table(lambda score: as_percentage(score.form, digits=0))
+            form = "their form (a closing </think>, valid JSON, the token that ends them)"
+            if all(mean.form == 1 for mean in ranking.values()):
+                yield f"All models keep {form} in all answers"
+            else:
+                yield f"Share of the answers that keep {form}"
+                yield table(lambda score: as_percentage(score.form, digits=0))
         if any(mean.kept is not None for mean in ranking.values()):
             yield (
                 "Share of the experts' gain in likelihood that is kept, which is no share of right answers (0% = base "

@@ -241,10 +241,10 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
 
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
     rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
-    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
+    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, form=1.0))})
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 50% 50%" in [" ".join(line.split()) for line in str(found).splitlines()]
-    assert "short answers" not in str(found)
+    assert "short answers" not in str(found) and str(found).split("\n\n")[1].startswith("All models keep their form")
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
