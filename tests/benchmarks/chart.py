@@ -42,12 +42,13 @@ def main() -> None:
 def scores_chart(content: dict[str, Any]) -> Picture:
     """Right answers of merges, and what one merge with the base model keeps, in three panels side by side."""
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
-        figure = Figure(figsize=(11.0, 3.4), dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=(11.0, 3.5), dpi=DOTS_PER_INCH, layout="constrained")
         left, middle, right = figure.subplots(1, 3)
         for ax, group in zip((left, middle), content["merged"], strict=True):
             _merged(ax, group)
         middle.set_yticklabels([])
         _kept(right, content["kept"])
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, handlelength=1)
         return Picture(figure)
 
 
@@ -57,7 +58,7 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
     means, deviations = [row["mean"] for row in rows], [row.get("deviation", np.nan) for row in rows]
     drawn = ax.barh(labels, means, color=colours, height=0.7, xerr=deviations, error_kw={"elinewidth": 1, "capsize": 3})
     said = [
-        _number(row["mean"]) + (f" ± {_number(row['deviation'])}" if "deviation" in row else "") + row.get("note", "")
+        _number(row["mean"]) + (f" ± {row['deviation']:.1g}" if "deviation" in row else "") + row.get("note", "")
         for row in rows
     ]
     ax.bar_label(drawn, said, padding=5, fontsize=9)
@@ -66,7 +67,7 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
 
 
 def _kept(ax: Axes, group: dict[str, Any]) -> None:
-    series = (("its own task", BLUE), ("the base model's instructions", ORANGE))
+    series = (("the expert's task", BLUE), ("the base model's instructions", ORANGE))
     for i, (label, colour) in enumerate(series):
         places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
         values = [scores[i] for scores in group["scores"].values()]
@@ -75,7 +76,6 @@ def _kept(ax: Axes, group: dict[str, Any]) -> None:
     ax.set_yticks(range(len(group["scores"])), list(group["scores"]))
     _frame(ax, group)
     ax.set_xlabel("right answers")
-    ax.legend(loc="lower right", bbox_to_anchor=(1.06, 0.27), fontsize=9, handlelength=1)
 
 
 def _frame(ax: Axes, group: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ SAMPLES = (3, 30)
 
 
 @click.command()
-@click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1, 2], show_default=True)
+@click.option("--seed", "seeds", multiple=True, type=int, default=list(range(10)), show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "draws")
 def main(seeds: tuple[int, ...], out: Path) -> None:
     """Merge the shipped family with each draw of prompts, and print the averages."""
