@@ -82,6 +82,7 @@ def _draw_real(folder: Path, out: Path) -> None:
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
     statistics = slta.measure(_recipe("../base", data), quiet=True)
     _draw(out, "../base", data, "../base.jsonl", statistics)
+    (out / "distances-1.png").unlink()  # as that of the tiny expert
 
 
 def _save(picture: Image.Image, name: str) -> None:
