@@ -97,7 +97,7 @@ def least_squares() -> Picture:
     solved = np.linalg.solve(inputs, [inputs[0] @ first, inputs[1] @ second])
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(6.2, 4.4), dpi=DOTS_PER_INCH, layout="constrained")
-        ax = figure.subplots()
+        ax: Any = figure.subplots()
         for expert, across, colour, name in ((first, inputs[0], BLUE, "A"), (second, inputs[1], ORANGE, "B")):
             along = np.array([-across[1], across[0]]) / np.linalg.norm(across)
             ends = np.array([expert + length * along for length in (-4, 4)])
