@@ -284,7 +284,7 @@ def test_the_quickstarts_folder_changes_no_order_of_imports(tmp_path: Path) -> N
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "quickstart" / "family").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "benchmarks" / "quality.py", tmp_path / "tests")
+    shutil.copy(ROOT / "tests" / "test_quickstart.py", tmp_path / "tests")
     ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "."]
     done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
