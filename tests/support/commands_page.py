@@ -50,9 +50,8 @@ def commands_page() -> str:
         "## Options of mergekit-yaml",
         "mergekit's other options, which `merge` takes too.",
         _table(option for option in shared if option.name not in MODEL_OPTIONS),
-        "Next: [after the merge](after-the-merge.md).",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, "Next: [after the merge](after-the-merge.md).\n"])
 
 
 def _text(command: click.Command) -> str:
