@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
+import click
 import torch
 
 from mergekit_slta.data.draw import CalibrationData
@@ -87,6 +88,7 @@ def measured_statistics(
         ranks.require_equal(exists, file.parent)
     if file is not None and exists:
         statistics = _matched(experiment, file, asked)
+        _say_known(experiment, source)
         if merge:  # from here to its end it counts as unfinished
             merge[1].begin({"statistics": source}, ranks, replace=True)
         elif ranks.first:
@@ -101,7 +103,7 @@ def measured_statistics(
     if file is None and merge is not None:
         file, info = merge[0], info.model_copy(update={"files": run["files"]})
         if (known := _still_fits(experiment, file, info.files, asked)) is not None:
-            LOG.info("Nothing is measured anew: %s holds the measurement of these models, data and settings.", file)
+            _say_known(experiment, file)
             return known
     if file is None:
         return _measured(experiment, info, data, asked, None)
@@ -116,6 +118,11 @@ def measured_statistics(
         if ranks.first and not merge:
             partial.remove()
     return statistics
+
+
+def _say_known(experiment: Experiment, source: str | Path) -> None:
+    if not experiment.quiet:
+        click.echo(f"Note: nothing is measured, because {source} holds the statistics of this recipe.", err=True)
 
 
 def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequence[str]) -> Statistics | None:
