@@ -56,7 +56,7 @@ def commands_page() -> str:
 
 def _text(command: click.Command) -> str:
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return "\n\n".join(" ".join(paragraph.replace("<", "&lt;").split()) for paragraph in paragraphs)
 
 
 def _table(options: Iterable[click.Option]) -> str:
