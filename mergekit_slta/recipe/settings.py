@@ -34,12 +34,12 @@ class CalibratedExpert(Parameters):
     )
     template: str = Field(
         default="",
-        description='how a record becomes text, such as `"{question} {answer}"`; without it, `messages`, `text` and '
-        "the usual pairs (prompt/completion, instruction/output …) are known",
+        description='how a row becomes text, such as `"{question} {answer}"`; by default its `messages`, its `text`, '
+        "or a known pair such as `prompt` and `completion`",
     )
     evaluation: str = Field(
         default="",
-        description="test data for `evaluate`, as `calibration`; without it, the records that calibration leaves",
+        description="test data for `evaluate`, as `calibration`; by default the prompts that calibration leaves",
     )
 
 
@@ -47,7 +47,7 @@ class KeptBase(CalibratedExpert):
     """The parameters of the base model where it is a task of its own: what it does on these prompts is to be kept."""
 
     calibration: str = Field(
-        default="", description="prompts on which the merge should do what the base model does, as an expert's"
+        default="", description="prompts on which the merge should do what the base model does; files as an expert's"
     )
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
         default=1.0, description="how much the base model's prompts count against the experts', κ; at least 0"
@@ -91,10 +91,10 @@ class SltaSettings(CalibrationSettings):
         description="what gets weights of its own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
     )
     balance: bool = Field(default=True, description="every prompt counts the same, long or short")
-    ridge: Ridge = Field(default=0.0, description="draws the weights towards zero; at least 0")
+    ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
     statistics: str = Field(
         default="",
-        description="a statistics file to use, or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",
+        description="a statistics file to use or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",
     )
 
 
@@ -103,15 +103,15 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly every matrix is drawn towards that of `actmat` and half as far again, such as 0.03; "
-        "`auto` takes for each group of matrices what predicts left-out prompts best",
+        description="how strongly a matrix is held near a point half as far again from the base model as `actmat`'s "
+        "merge: a number such as 0.03, or `auto`, for each group of matrices what predicts left-out prompts best",
     )
 
 
 class ActmatExpert(Parameters):
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
         default=1.0,
-        description="how much the expert counts against the others, in the regression and in the mean; 0 leaves it out",
+        description="how much the expert counts compared with the others; 0 leaves it out",
     )
 
 
@@ -120,7 +120,7 @@ class ActmatSettings(MethodSettings):
 
     method: ClassVar[str] = "actmat"
     expert: ClassVar[type[Parameters]] = ActmatExpert
-    ridge: Ridge = Field(default=0.1, description="draws every matrix towards the experts' mean; at least 0")
+    ridge: Ridge = Field(default=0.1, description="pulls every matrix towards the experts' mean; at least 0")
     scale: FiniteFloat = Field(default=1.0, description="multiplies the merged change")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import re
 import sys
 import tempfile
 import time
@@ -44,7 +45,6 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.architecture import known_architecture
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.roles import Role, tensor_roles, turned
 from mergekit_slta.models.skeleton import meta_model
@@ -61,6 +61,10 @@ KINDS = {
     "causal language models": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "models of images and text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
+# What the reasons of a model type say, apart from the names of its own classes and layers.
+FALLBACK = re.compile(r"Level (\w+) falls back to level (\w+) in layers? .+? \(\w+\): (.+)")
+MIXER = re.compile(r"it mixes tokens by \w+, which")
+FEATCAL = "`featcal` leaves most linear maps as `actmat` merges them"
 LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
 
@@ -214,7 +218,6 @@ class Row:
         works: the mark of each column.
         in_part: the levels that fall back in some layers, and ``featcal`` where it keeps the anchor in most maps.
         reasons: why they do not.
-        known: whether mergekit has a definition of the architecture.
         seconds: of a processor.
     """
 
@@ -225,7 +228,6 @@ class Row:
     works: dict[str, str] = field(default_factory=dict)
     in_part: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    known: bool = False
     seconds: float = 0.0
 
 
@@ -343,7 +345,6 @@ def scan(case: tuple[str, str]) -> Row:
             row.reasons.append(first_line(error))
             row.works |= dict.fromkeys((*LEVELS, "featcal"), NOT)
             config = next(small_configs(model_type, row.architecture))
-        row.known = known_architecture(config) is not None
         size = sum(parameter.numel() for parameter in meta_model(config).parameters()) / 1e6
         if size > LARGEST:
             row.reasons.append(f"not merged here: the smallest that was built has {size:.0f} million parameters.")
@@ -367,7 +368,7 @@ def _trace_all(row: Row, decoder: Decoder) -> None:
     if not _solves_most(decoder):
         row.in_part.append("featcal")
         kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder) if maps.kept)
-        row.reasons.append(f"featcal keeps the anchor in most linear maps: {'; '.join(kept)}.")
+        row.reasons.append(f"{FEATCAL}: {'; '.join(kept)}.")
 
 
 def _merge_all(row: Row, config: transformers.PretrainedConfig, folder: Path) -> None:
@@ -467,51 +468,85 @@ def _quiet() -> None:
 
 def page(rows: list[Row]) -> str:
     """The page in Markdown."""
+    decoders = {kind: [row for row in rows if row.kind == kind and row.decoder] for kind in KINDS}
+    known = {row.model_type for of_kind in decoders.values() for row in of_kind}
+    others = dict.fromkeys(row.model_type for row in rows if row.model_type not in known)
     lines = [
         "# Architectures",
         "",
-        "Written by `python tests/support/architecture_scan.py`, from every model type that transformers "
-        f"{transformers.__version__} registers for causal language modelling or for text from images and text, in "
-        f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core. The towers of fast_vlm, gemma3n "
-        "and perception_lm need the package timm.",
+        "Which models can be merged. Find yours by the `model_type` in its `config.json`. "
+        "`python tests/support/architecture_scan.py` has written this page, in "
+        f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core, from every type that transformers "
+        f"{transformers.__version__} registers for causal language modeling or for text from images and text. Of each "
+        "type, a small base model and two experts with random weights were merged, written, loaded by transformers "
+        "with every tensor, and compared tensor by tensor.",
         "",
-        "✓: a small base model and two experts with random weights were merged, written, loaded by transformers with "
-        "every tensor, and compared tensor by tensor. ✓↓: likewise, but in some layers the level of `slta` falls back "
-        "to the next coarser one, or `featcal` keeps its anchor in most linear maps; the log, `mergekit-slta check` "
-        "and the statistics say so. (✓): it can be traced, but not be built in a small size, so nothing was merged. "
-        "–: it cannot be used.",
+        *_counts(decoders),
         "",
-        "A LoRA adapter of the attention and MLP maps merges wherever peft adapts them, as `tests/test_multimodal.py` "
-        "tries with Gemma 3 and 4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and "
-        "Zamba2. peft refuses the output map of Mamba (`out_proj`, `conv1d`) and the projections of Gemma 4's other "
-        "towers: name the maps to adapt in full.",
+        "In part: `slta` measures some layers at the next coarser level, or `featcal` leaves most linear maps as "
+        "`actmat` merges them. The log, `mergekit-slta check` and the statistics say so.",
+        "",
+        "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
+        "4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses the "
+        "output map of Mamba (`out_proj`, `conv1d`) and the projections of Gemma 4's other towers, so name the maps to "
+        "adapt in full.",
+        "",
+        "## Everything works",
     ]
-    for kind in KINDS:
-        lines += ["", f"## {kind.capitalize()}", "", *_table([row for row in rows if row.kind == kind and row.decoder])]
-    for kind in KINDS:
-        lines += ["", f"## What is left of the {kind}, and why", ""]
-        of_kind = [row for row in rows if row.kind == kind and row.decoder]
-        lines += [f"- {row.model_type}: {reason}" for row in of_kind for reason in row.reasons]
-    lines += ["", "## No decoders"]
-    for kind in KINDS:
-        others = ", ".join(row.model_type for row in rows if row.kind == kind and not row.decoder)
-        lines += ["", f"Encoders, encoder-decoders and other models that are registered as {kind}:", "", f"{others}."]
+    for kind, of_kind in decoders.items():
+        whole = [row.model_type for row in of_kind if not row.reasons]
+        lines += ["", f"{kind.capitalize()}: {', '.join(whole)}."]
+    lines += [
+        "",
+        "## What works in part or not at all",
+        "",
+        "`head_mlp` → `attn_mlp`: some layers are measured at the coarser level.",
+        "",
+        "| model types | what | why |",
+        "|---|---|---|",
+        *_exceptions([row for of_kind in decoders.values() for row in of_kind]),
+        "",
+        f"Registered, but no decoder-only language models, and so not tried: {', '.join(others)}.",
+        "",
+        "Next: [the glossary](glossary.md).",
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
-    for name in COLUMNS:
-        found = [row.works.get(name) for row in rows]
-        done = found.count(MERGED) + found.count(IN_PART)
-        words = [f"- `{name}`: {done} of {len(rows)} decoders ({done / len(rows):.1%}) merged"]
-        words += [f"{count} of them in part (✓↓)"] if (count := found.count(IN_PART)) else []
-        words += [f"{count} more traced"] if (count := found.count(TRACED)) else []
-        yield ", ".join(words)
-    yield from ("", f"| Type | Class | {' | '.join(COLUMNS)} | Defined by mergekit |")
-    yield f"| --- | --- |{' :-: |' * (len(COLUMNS) + 1)}"
+def _counts(decoders: dict[str, list[Row]]) -> Iterator[str]:
+    """A table of how many types merge at each level and by each method."""
+    yield f"| | {' | '.join(decoders)} |"
+    yield f"|---|{'---|' * len(decoders)}"
+    for column in COLUMNS:
+        cells = []
+        for rows in decoders.values():
+            marks = [row.works.get(column) for row in rows]
+            cell = f"{marks.count(MERGED) + marks.count(IN_PART)} of {len(rows)}"
+            cell += f", {count} in part" if (count := marks.count(IN_PART)) else ""
+            cell += f", {count} more traced" if (count := marks.count(TRACED)) else ""
+            cells.append(cell)
+        yield f"| {'`slta`, ' * (column in LEVELS)}`{column}` | {' | '.join(cells)} |"
+
+
+def _exceptions(rows: list[Row]) -> Iterator[str]:
+    """A table row for each thing that does not work for a reason, with all model types that share it."""
+    types: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        marks = " | ".join(row.works.get(name, NOT) for name in COLUMNS)
-        yield f"| {row.model_type} | {row.architecture} | {marks} | {'✓' if row.known else '–'} |"
+        levels: dict[tuple[str, str], list[str]] = {}
+        for reason in dict.fromkeys(row.reasons):
+            why = MIXER.sub("it mixes tokens by a module that", reason.replace(row.architecture, "the model"))
+            if fallback := FALLBACK.fullmatch(why):
+                levels.setdefault((fallback[2], fallback[3]), []).append(f"`{fallback[1]}`")
+                continue
+            what = "only `actmat` and `sftm`" if row.works["actmat"] == MERGED else "nothing"
+            if FEATCAL in why:
+                what, why = FEATCAL, "the maps are " + ", or ".join(re.findall(r"\((.+?)\)", why))
+            why = re.sub(r" \(.*\)|, so no level applies.*|: change or complete.*", "", why)
+            types.setdefault((what, why), []).append(row.model_type)
+        for (coarser, why), finer in levels.items():
+            types.setdefault((f"{', '.join(finer)} → `{coarser}`", why), []).append(row.model_type)
+    for (what, why), names in sorted(types.items(), key=lambda item: -len(item[1])):
+        yield f"| {', '.join(names)} | {what} | {why.removesuffix('.')} |"
 
 
 def main() -> None:

@@ -20,9 +20,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 INTRODUCTION = """\
 # Commands
 
-Written by `python tests/support/commands_page.py` from the commands themselves; a test compares the two. The same
-text is shown by `mergekit-slta --help` and `mergekit-slta COMMAND --help`. [The statistics page](statistics.md) shows
-the commands around a measurement in use, and [the page on Python](python.md) has the functions that they call."""
+Every command and option, as `mergekit-slta --help` and `mergekit-slta COMMAND --help` show them.
+`python tests/support/commands_page.py` writes this page."""
 
 
 def commands_page() -> str:
@@ -52,12 +51,12 @@ def commands_page() -> str:
         "mergekit's other options, which `merge` takes too.",
         _table(option for option in mergekit_options() if option.name not in names),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, "Next: [after the merge](after-the-merge.md).\n"])
 
 
 def _text(command: click.Command) -> str:
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return "\n\n".join(" ".join(paragraph.replace("<", "&lt;").split()) for paragraph in paragraphs)
 
 
 def _table(options: Iterable[click.Option]) -> str:

@@ -41,10 +41,13 @@ def _rows(settings: type[MethodSettings]) -> Iterator[str]:
     tables: list[tuple[str, type[Parameters]]] = [("expert", settings.expert), ("shared", settings)]
     if settings.runs_models:
         tables.insert(1, ("base model", KeptBase))
+    rows: dict[tuple[str, str, str | None], list[str]] = {}  # a parameter of an expert may be the base model's too
     for where, table in tables:
         own = table.__annotations__  # the method's own parameters stand before those that it shares
         for name, field in sorted(table.model_fields.items(), key=lambda item: item[0] not in own):
-            yield f"| {where} | `{field.alias or name}` | {_default(field.default)} | {field.description} |\n"
+            rows.setdefault((field.alias or name, _default(field.default), field.description), []).append(where)
+    for (name, default, meaning), places in rows.items():
+        yield f"| {', '.join(places)} | `{name}` | {default} | {meaning} |\n"
 
 
 def _default(value: Any) -> str:
