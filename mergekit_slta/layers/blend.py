@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import transformers
 
-from mergekit_slta.layers.decoder import Weights
+from mergekit_slta.layers.maps import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.stacks import ExpertStack
 

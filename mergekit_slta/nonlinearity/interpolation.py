@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.layers.blend import Alpha, Blend, blend
-from mergekit_slta.layers.calls import Weights
-from mergekit_slta.layers.ends import logit_tensors
-from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.calls import logit_tensors
+from mergekit_slta.layers.maps import Weights
 from mergekit_slta.levels import Parts
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 
@@ -56,12 +55,12 @@ class Interpolation(Accumulator[Grams]):
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        no_runs = {"linear"} if Parts.of(layer_submodules(self.decoder, "linear", layer)).maps else set[str]()
+        no_runs = {"linear"} if Parts.of(self.decoder.submodules("linear", layer)).maps else set[str]()
         features, maps = (
             LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in chosen])
             for chosen in ({*self.levels} - no_runs, no_runs)
         )
-        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+        names = [name for level in self.levels for name in self.decoder.submodules(level, layer)]
         measured = {name: self._no_grams() for name in names}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)

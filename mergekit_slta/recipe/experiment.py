@@ -23,7 +23,6 @@ from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.adapters import tokenizer_folder
@@ -216,7 +215,7 @@ class Experiment:
             others = other_vocabularies(self.pairs)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
         for layer in self.decoder.one_of_each_kind():
-            all_of(functools.partial(layer_submodules, self.decoder, level, layer) for level in levels)
+            all_of(functools.partial(self.decoder.submodules, level, layer) for level in levels)
 
     # Data
 

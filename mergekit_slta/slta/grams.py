@@ -15,20 +15,18 @@ import torch
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall, Weights
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import logits
+from mergekit_slta.layers.calls import logits
+from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import (
     Heads,
     LinearMap,
     MapDeltas,
     RoutedInputs,
+    Weights,
     fused_hidden,
     linear_maps,
     routed_inputs,
 )
-from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
 
 # Submodule name to [N, T, T] float64.
@@ -107,7 +105,7 @@ class LayerFeatures:
         self.decoder = decoder
         self.layer = layer
         self.weights = weights
-        names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
+        names = {name for level in levels for name in decoder.submodules(level, layer)}
         parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
         self.structure = decoder.structures[layer]

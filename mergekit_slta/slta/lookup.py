@@ -14,11 +14,10 @@ import torch
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
-from mergekit_slta.engine.batches import share
+from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.progress import layer_bar
+from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -167,7 +166,7 @@ def _measured(
         grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, progress=progress)
     for model in models:
         model.refuse_changes()
-    coarser = tuple(fallback for level in levels for fallback in fallbacks(decoder, level))
+    coarser = tuple(fallback for level in levels for fallback in decoder.fallbacks(level))
     return Statistics(
         grams,
         torch.tensor([task for task, samples in enumerate(tasks) for _ in samples]),

@@ -9,8 +9,8 @@ import torch
 from support import families
 from support.families import Family
 
-from mergekit_slta.engine.batches import fitting_batch, make_batches, share
 from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import fitting_batch, make_batches, share
 from mergekit_slta.layers.trace import trace
 
 

@@ -12,10 +12,9 @@ from support import families
 from support.families import ORIGINAL_CONTEXT
 from transformers import PreTrainedModel
 
-from mergekit_slta.engine.batches import decoder_batches
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams
-from mergekit_slta.layers.ends import logits
+from mergekit_slta.engine.streams import Streams, decoder_batches
+from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.trace import trace
 
 

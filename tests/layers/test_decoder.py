@@ -12,12 +12,10 @@ from support.families import LAYERS, PAD
 from support.processes import run_python
 from support.rounding import rounding
 
+from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import embed, logits
-from mergekit_slta.layers.probe import padding_matters
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.calls import embed, logits
+from mergekit_slta.layers.decoder import Decoder, LayerCall
 from mergekit_slta.layers.trace import trace, trace_model
 
 LENGTHS = (9, 5)
@@ -202,7 +200,7 @@ def test_a_child_that_ends_attention_and_feeds_the_mlp_apart_is_split_at_no_bran
 ) -> None:
     """Its norm before the MLP would take attention's weight."""
     decoder = small_decoder(model_type, architecture)
-    found = fallbacks(decoder, "attn_mlp")
+    found = decoder.fallbacks("attn_mlp")
     assert {layer for fallback in found for layer in fallback.layers} == {*range(len(decoder))}
     assert {fallback.coarser for fallback in found} == {"layer"}
 
@@ -227,11 +225,11 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
     decoder = trace_model(on_meta(Model, families.config_of("llama", architectures=["LlamaForCausalLM"])))
     assert decoder.structures[0].branches and not decoder.structures[1].branches
     for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
-        assert layer_submodules(decoder, level, 1) == parts
-    assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert fallbacks(decoder, "linear") == []
+        assert decoder.submodules(level, 1) == parts
+    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert decoder.fallbacks("linear") == []
     for level in ("attn_mlp", "head_mlp"):
-        (fallback,) = fallbacks(decoder, level)
+        (fallback,) = decoder.fallbacks(level)
         assert str(fallback) == (
             f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
             "told apart."

@@ -10,11 +10,9 @@ import torch
 import transformers
 from support import families
 
+from mergekit_slta.layers.calls import random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder
-from mergekit_slta.layers.forms import random_numbers
-from mergekit_slta.layers.probe import made_up_layer
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
-from mergekit_slta.layers.trace import trace_model
+from mergekit_slta.layers.trace import made_up_layer, trace_model
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.
@@ -125,8 +123,8 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split() -> None:
         return x + attend(x) + fed
 
     decoder = decoder_of(refuse)
-    assert [(found.level, found.coarser) for found in fallbacks(decoder, "attn_mlp")] == [("attn_mlp", "layer")]
-    assert layer_submodules(decoder, "layer", 0) == ["layer.0"]
+    assert [(found.level, found.coarser) for found in decoder.fallbacks("attn_mlp")] == [("attn_mlp", "layer")]
+    assert decoder.submodules("layer", 0) == ["layer.0"]
 
 
 @torch.no_grad()

@@ -7,17 +7,16 @@ import transformers
 from support import families
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import LEVELS
 
 
 def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
     decoder = families.skeleton("llama")
-    assert layer_submodules(decoder, "layer", 2) == ["layer.2"]
-    assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert layer_submodules(decoder, "head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
-    assert layer_submodules(decoder, "linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
+    assert decoder.submodules("layer", 2) == ["layer.2"]
+    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert decoder.submodules("head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
+    assert decoder.submodules("linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
 
 
 SMALL: dict[str, Any] = {
@@ -54,16 +53,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 }
 
 
-def test_what_is_no_level_is_refused() -> None:
-    with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
-        layer_submodules(families.skeleton("llama"), "layers", 0)
-
-
 def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
     config = transformers.JetMoeConfig(**SMALL, kv_channels=8, num_local_experts=4, architectures=["JetMoeForCausalLM"])
     decoder = trace(config)
-    assert layer_submodules(decoder, "head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    (fallback,) = fallbacks(decoder, "head_mlp")
+    assert decoder.submodules("head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    (fallback,) = decoder.fallbacks("head_mlp")
     assert str(fallback) == (
         "Level head_mlp falls back to level attn_mlp in layers 0 to 2 (JetMoeDecoderLayer): its heads cannot be told "
         "apart by its linear maps."
@@ -85,5 +79,5 @@ def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case
     decoder = trace(config)
     for level in levels:
         with pytest.raises(SltaError, match=words):
-            layer_submodules(decoder, level, 0)
-    assert layer_submodules(decoder, "layer", 0) == ["layer.0"]
+            decoder.submodules(level, 0)
+    assert decoder.submodules("layer", 0) == ["layer.0"]

@@ -12,8 +12,8 @@ import torch
 from support.processes import run_afresh
 from support.slow import slow_but
 
-from mergekit_slta.layers import products
-from mergekit_slta.layers.products import EXACT, exact_products, relative_error
+from mergekit_slta.engine import precision
+from mergekit_slta.engine.precision import EXACT, exact_products, relative_error
 
 TESTS = Path(__file__).resolve().parents[1]
 # What products may look like: one token or many, more inputs or more outputs, odd numbers.
@@ -42,12 +42,12 @@ def test_products_of_all_sizes_and_layouts_are_exact_on_each_processor(processor
 
 @needs_setting
 def test_a_kernel_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "EXACT", 1e-12)  # which no float32 product reaches
-    products._onednn_is_exact.cache_clear()
+    monkeypatch.setattr(precision, "EXACT", 1e-12)  # which no float32 product reaches
+    precision._onednn_is_exact.cache_clear()
     mkldnn: Any = torch.backends.mkldnn
     with exact_products():
         assert mkldnn.matmul.fp32_precision == "ieee"
-    products._onednn_is_exact.cache_clear()
+    precision._onednn_is_exact.cache_clear()
 
 
 ROUNDED = """
