@@ -16,9 +16,9 @@ from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solved import require_solvable
+from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
-from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings

@@ -12,9 +12,8 @@ from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Weights
-from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack
 from mergekit_slta.models.roles import Role, tensor_roles
-from mergekit_slta.models.stacks import ExpertStack
 from mergekit_slta.recipe.settings import ActmatSettings
 
 

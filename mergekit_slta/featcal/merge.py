@@ -57,8 +57,7 @@ from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden
-from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.stacks import ExpertStack, stack_of
+from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack, stack_of
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 

@@ -9,8 +9,7 @@ import torch
 import transformers
 
 from mergekit_slta.layers.maps import Weights
-from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.stacks import ExpertStack
+from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack
 
 # The experts' weights [T] or [T, ...] of a tensor, by its name.
 Alpha = Callable[[str], torch.Tensor]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.maps import Heads, Weights, linear_maps
 from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, submodule_name
-from mergekit_slta.models.skeleton import language_names
+from mergekit_slta.models.layout import language_names
 
 # Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
 # argument that is a dictionary also the key in it and, for a tuple of tensors, the index.

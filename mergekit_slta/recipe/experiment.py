@@ -25,13 +25,11 @@ from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
-from mergekit_slta.models.adapters import tokenizer_folder
-from mergekit_slta.models.architecture import architecture_of
+from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
+from mergekit_slta.models.architecture import adapt_loaders, architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.models.loaders import adapt_loaders
-from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.settings import CalibrationSettings
 

@@ -7,8 +7,8 @@ from support import families
 from support.families import Family
 
 from mergekit_slta.layers.blend import Blend, blend
-from mergekit_slta.models.skeleton import meta_model
-from mergekit_slta.models.stacks import ExpertStack, stack_of
+from mergekit_slta.models.checkpoint import ExpertStack, stack_of
+from mergekit_slta.models.layout import meta_model
 
 State = dict[str, torch.Tensor]
 

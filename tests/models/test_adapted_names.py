@@ -27,7 +27,7 @@ from support.families import model_class
 from support.slow import slow_but
 from transformers import AutoConfig
 
-from mergekit_slta.models.merged_adapters import merge_adapter
+from mergekit_slta.models.adapters import merge_adapter
 
 FULL = "layers.1.self_attn.q_proj"
 Q_AND_DOWN = ("self_attn.q_proj", "mlp.down_proj")

@@ -25,9 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from mergekit_slta import check, evaluate, verify
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_headers
+from mergekit_slta.models.adapters import adapter_headers, merge_adapter
 from mergekit_slta.models.headers import TensorHeader
-from mergekit_slta.models.merged_adapters import merge_adapter
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import folder_headers
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.layout import meta_model
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
 

@@ -7,8 +7,7 @@ import torch
 from support.architecture_scan import small_configs
 from transformers.core_model_loading import revert_weight_conversion
 
-from mergekit_slta.models.layout import Layout
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.layout import Layout, meta_model
 
 State = dict[str, torch.Tensor]
 

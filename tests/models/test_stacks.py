@@ -14,7 +14,7 @@ from support.families import Family
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.stacks import ExpertStack
+from mergekit_slta.models.checkpoint import ExpertStack
 
 STACK = "mlp.experts.gate_up_proj"
 NAME = f"model.layers.0.{STACK}"

@@ -44,9 +44,8 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.architecture import known_architecture
-from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.models.roles import Role, tensor_roles, turned
-from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights
 
