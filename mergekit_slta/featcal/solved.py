@@ -28,7 +28,7 @@ from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
-from mergekit_slta.slta.matching import fingerprint, local_identity
+from mergekit_slta.slta.lookup import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ def test_a_kernel_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
 
 ROUNDED = """
 import sys, torch
-from mergekit_slta.layers.products import EXACT, exact_products, relative_error
+from mergekit_slta.engine.precision import EXACT, exact_products, relative_error
 exec(sys.argv[1])
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 

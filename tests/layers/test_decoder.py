@@ -259,7 +259,7 @@ DEEPSEEK = """
 import transformers
 from support.memory import memory_of_this_process
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.layers.probe import padding_matters
+from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.featcal.groups import groups_by_layer
 
 decoder = trace(transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]))

@@ -99,6 +99,11 @@ def test_logits_of_other_vocabularies_are_not_compared(
         measure(families.experiment(content), ["layer", "model"])
 
 
+def test_what_is_no_level_is_refused(llama: Family, no_measuring: None) -> None:
+    with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
+        measured(recipe(llama), None, "layers")
+
+
 def test_the_file_says_what_was_measured_and_holds_no_path_and_no_user_name(tmp_path: Path) -> None:
     family = families.make_family(tmp_path / "home" / "someone", experts=2, dtype=torch.float16)
     families.merge(recipe(family, statistics=str(tmp_path / "stats.safetensors")), tmp_path / "merged")
@@ -261,7 +266,7 @@ def test_a_merge_keeps_its_statistics_and_measures_once(
     merged(recipe(llama), out)
     assert statistics_in(out).read_bytes() == content
     assert (out / "model.safetensors").read_bytes() == weights
-    assert f"Nothing is measured anew: {statistics_in(out)} holds" in caplog.text
+    assert f"Nothing is measured: {statistics_in(out)} holds" in caplog.text
 
 
 def test_without_a_file_nothing_is_written(llama: Family, path: Path, tmp_path: Path) -> None:
