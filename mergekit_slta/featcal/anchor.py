@@ -28,7 +28,7 @@ class ActmatAnchor(Blend):
 
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
         share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
-        super().__init__(models, lambda name: share)
+        super().__init__(models, share)
         self._keep_weight = keep_weight
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)

@@ -15,7 +15,7 @@ import torch
 
 from mergekit_slta.engine.loop import Accumulator, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.layers.blend import Alpha, Blend, blend
+from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.layers.maps import Weights
 from mergekit_slta.levels import Parts
@@ -49,7 +49,7 @@ class Interpolation(Accumulator[Grams]):
         """The base model's stream; level ``model`` also needs each setting's own."""
         followed: list[Source] = [self.models[0]]
         if "model" in self.levels:
-            followed += [Blend(self.models, _everywhere(setting)) for setting in self.settings]
+            followed += [Blend(self.models, setting) for setting in self.settings]
         return [[model] * len(self.tasks) for model in followed]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
@@ -66,7 +66,7 @@ class Interpolation(Accumulator[Grams]):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)
             base, runs = features.run_base(hidden, call), []
             for stream, setting in enumerate(self.settings, 1):
-                blended = _at(setting, weights)
+                blended = blend(weights[0], weights[1:], setting)
                 runs.append(features.run(blended, base, hidden, call))
                 if "model" in self.levels:
                     streams.run_layer(stream, number, blended)
@@ -83,21 +83,13 @@ class Interpolation(Accumulator[Grams]):
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the logits' change included."""
         if "model" in self.levels:
-            edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
+            base, *experts = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
             points = [torch.zeros(len(self.models) - 1), *self.settings]
-            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(point, edges) for point in points))
+            zeros = self._no_grams()
+            gram = logit_grams(self.decoder, streams, zeros, lambda: (blend(base, experts, own) for own in points))
             self.grams |= of_all_ranks({"model": gram}, self.ranks, [BETWEEN] * len(self.settings))
         return self.grams
 
     def _no_grams(self) -> torch.Tensor:
         samples, settings = sum(map(len, self.tasks)), len(self.settings)
         return torch.zeros(samples, settings, settings, dtype=torch.float64)
-
-
-def _at(setting: torch.Tensor, weights: Sequence[Weights]) -> dict[str, torch.Tensor]:
-    """The tensors theta_0 + sum_t c_t tau_t of a setting c [T], from those of the base model and the experts."""
-    return blend(weights[0], weights[1:], _everywhere(setting))
-
-
-def _everywhere(setting: torch.Tensor) -> Alpha:
-    return lambda name: setting
