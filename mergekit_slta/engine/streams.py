@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.layers.calls import edge_state, embed, embedding_tensors, random_numbers
+from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
 from mergekit_slta.layers.decoder import Decoder, LayerCall, State
 from mergekit_slta.layers.maps import Weights, routed_tensors
 
@@ -134,7 +134,7 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
 
 def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
     """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
-    token_ids, edges = torch.zeros(1, long, dtype=torch.int64), random_numbers(edge_state(decoder), decoder.device)
+    token_ids, edges = torch.zeros(1, long, dtype=torch.int64), made_up_edges(decoder)
     own, other = (_numbers(embed(decoder, token_ids[:, :length], edges)[1]) for length in (short, long))
     return len(own) != len(other) or not all(map(_is_prefix, own, other))
 

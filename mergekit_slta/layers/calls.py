@@ -57,10 +57,10 @@ def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed
     return {name: numbers(tensor) for name, tensor in state.items()}
 
 
-def edge_state(decoder: Decoder) -> Weights:
-    """The tensors outside the layers, without values."""
+def made_up_edges(decoder: Decoder) -> Weights:
+    """Random numbers in place of the tensors outside the layers."""
     state = decoder.model.state_dict()
-    return {name: state[name] for name in decoder.edge_tensors}
+    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
 
 
 def some_tokens(decoder: Decoder) -> list[int]:
@@ -262,7 +262,7 @@ def tail_problem(decoder: Decoder) -> str | None:
     """Why the logits cannot be computed from the last layer's output alone, if they cannot."""
     if decoder.model.get_output_embeddings() is None:
         return None
-    edges = random_numbers(edge_state(decoder), decoder.device)
+    edges = made_up_edges(decoder)
     inputs, _ = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
     try:
         given = head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
@@ -344,7 +344,7 @@ def _try_layers(decoder: Decoder) -> LayerForm:
             state.update(made.state)
         return found[types[layer]]
 
-    hidden, _, handed = capture(decoder, token_ids, random_numbers(edge_state(decoder), decoder.device), run)
+    hidden, _, handed = capture(decoder, token_ids, made_up_edges(decoder), run)
     state.update(handed_on(found[types[0]], handed))
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
         raise SltaError(

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import edge_state, embed, random_numbers, some_tokens, tail_problem, with_form
+from mergekit_slta.layers.calls import embed, made_up_edges, random_numbers, some_tokens, tail_problem, with_form
 from mergekit_slta.layers.decoder import (
     INPUT,
     Decoder,
@@ -153,7 +153,7 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, 
     Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
     """
     first, other, last = some_tokens(decoder)
-    edges = random_numbers(edge_state(decoder), decoder.device)
+    edges = made_up_edges(decoder)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
     state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
     state |= {path: own for path, own in random_numbers(state, decoder.device).items() if own.is_floating_point()}

@@ -33,7 +33,7 @@ def largest_error() -> float:
 
 @pytest.mark.parametrize("processor", slow_but(PROCESSORS[:1], PROCESSORS))
 def test_products_of_all_sizes_and_layouts_are_exact_on_each_processor(processor: str) -> None:
-    code = "from layers.test_products import largest_error; print(largest_error())"
+    code = "from engine.test_precision import largest_error; print(largest_error())"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": processor, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
