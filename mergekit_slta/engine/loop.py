@@ -20,10 +20,9 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, TypeVar
 
 import torch
@@ -150,7 +149,8 @@ def _run(accumulator: Accumulator[Result], positions: int, partial: Partial | No
         ranks.require_equal(len(finished), partial.folder)
     batches = decoder_batches(decoder, accumulator.tasks, positions, ranks)
     streams = Streams(decoder, accumulator.sources(), batches)
-    with Reader(decoder, accumulator.models) as reader:
+    with ThreadPoolExecutor(1) as thread:
+        reader = Reader(decoder, accumulator.models, thread)
         for layer in layers:
             # The weights get no name here, so that they are freed before the next layer's are made.
             if partial is not None and layer in finished:
@@ -170,24 +170,16 @@ class Reader:
     layer into its file cache, which takes no memory of the process.
     """
 
-    def __init__(self, decoder: Decoder, models: Sequence[Checkpoint]) -> None:
+    def __init__(self, decoder: Decoder, models: Sequence[Checkpoint], thread: Executor) -> None:
         self._decoder = decoder
         self._models = models
+        self._thread = thread
         for model in models:
             model.open()  # not in the other thread: mergekit keeps its options apart for each thread
-        self._thread = ThreadPoolExecutor(1)
         on_gpu = decoder.device.type == "cuda"
         self._target = decoder.device if on_gpu else torch.device("cpu")
         self._stream = torch.cuda.Stream(decoder.device) if on_gpu else None
         self._ahead: Future[list[dict[str, torch.Tensor]]] | None = self._thread.submit(self._fetch, 0)
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._thread.shutdown()
 
     def take(self, layer: int) -> list[dict[str, torch.Tensor]]:
         """The tensors of a layer of each model, float32 on the decoder's device; layers are taken in their order.
