@@ -246,12 +246,3 @@ def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
     assert done.returncode != 0
     assert done.stderr.count("Error: the disk of rank 1 is full") == 1
     assert not out.exists()
-
-
-def test_a_mistake_is_said_by_one_process_alone(
-    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
-    done = command_together(forks, 2, "calibrate", write_recipe(llama, "tsla"), "-o", tmp_path / "out")
-    assert done.returncode != 0
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert "merge_method is 'tsla'" in said

@@ -288,7 +288,6 @@ def damage(family: Family) -> None:
 
 
 OTHERS: list[tuple[str, dict[str, Any], Callable[[Family], object] | None]] = [
-    ("seed", {"seed": 4}, None),
     ("level", {"level": "layer"}, None),
     ("experts", {"experts": [1, 0]}, None),
     ("configuration", {}, lambda family: edit_config(family.base, rms_norm_eps=1e-3)),
