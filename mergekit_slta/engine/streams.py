@@ -135,8 +135,8 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
 def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
     """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
     token_ids, edges = torch.zeros(1, long, dtype=torch.int64), made_up_edges(decoder)
-    own, other = (_numbers(embed(decoder, token_ids[:, :length], edges)[1]) for length in (short, long))
-    return len(own) != len(other) or not all(map(_is_prefix, own, other))
+    shorter, longer = (_numbers(embed(decoder, token_ids[:, :length], edges)[1]) for length in (short, long))
+    return len(shorter) != len(longer) or not all(map(_is_prefix, shorter, longer))
 
 
 def _numbers(calls: Sequence[LayerCall]) -> list[torch.Tensor]:
@@ -146,12 +146,12 @@ def _numbers(calls: Sequence[LayerCall]) -> list[torch.Tensor]:
     return [tensor for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()]
 
 
-def _is_prefix(own: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_prefix(short: torch.Tensor, long: torch.Tensor) -> bool:
     """Whether a tensor equals the beginning of another one in each dimension."""
-    if own.ndim != other.ndim:
+    if short.ndim != long.ndim:
         return False
-    other = other[tuple(map(slice, own.shape))]
-    return own.shape == other.shape and torch.allclose(own, other, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)
+    long = long[tuple(map(slice, short.shape))]
+    return short.shape == long.shape and torch.allclose(short, long, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)
 
 
 class Source(Protocol):
@@ -220,7 +220,7 @@ class Streams:
     def call(self, stream: int, number: int) -> LayerCall:
         """The model's call of the next layer on a batch, with the tensors that the earlier layers have passed on."""
         call, state = self._calls[stream, number][self.layer], self._cache[stream, number].state
-        return call.own({path: tensor.to(self.decoder.device, copy=True) for path, tensor in state.items()})
+        return call.with_state({path: tensor.to(self.decoder.device, copy=True) for path, tensor in state.items()})
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
         """Set the next layer's output on a batch, and the tensors that it passes to later layers."""

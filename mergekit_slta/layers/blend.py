@@ -62,7 +62,7 @@ class Blend:
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
-        return self.of(names, [own.read(names, model, device) for own in self.models])
+        return self.of(names, [source.read(names, model, device) for source in self.models])
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
         """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""

@@ -49,10 +49,10 @@ def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed
             overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
             strides[:overlapping] = [16] * overlapping
         size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
-        found = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
-        found = found / columns**0.5 if tensor.ndim > 1 else 1 + found / 10
-        found = found.repeat(-(-size // len(found))).to(device)
-        return found.as_strided(tensor.shape, strides)
+        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
+        values = values.repeat(-(-size // len(values))).to(device)
+        return values.as_strided(tensor.shape, strides)
 
     return {name: numbers(tensor) for name, tensor in state.items()}
 
@@ -169,7 +169,7 @@ def capture(
         problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
     elif token_ids.shape not in (inputs[0].shape[:2], inputs[0].shape[1:3]):
         problem = "hands its decoder layers other positions than the tokens'"
-    elif strange or any(own != taken[-1] for own in taken[1:]):
+    elif strange or any(before != taken[-1] for before in taken[1:]):
         problem = "hands its decoder layers more of earlier layers than what the layer before returns"
     elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
@@ -224,8 +224,8 @@ def output_head(decoder: Decoder) -> LinearMap | None:
 def head_tensors(decoder: Decoder) -> list[str]:
     """The model's names of the output head's weight and bias; the weight is the embedding where they are tied."""
     head = decoder.model.get_output_embeddings()
-    own = [f"{decoder.path(head)}.{name}" for name, _ in head.named_parameters()] if head is not None else []
-    return [decoder.first_names[name] for name in own]
+    names = [f"{decoder.path(head)}.{name}" for name, _ in head.named_parameters()] if head is not None else []
+    return [decoder.first_names[name] for name in names]
 
 
 def embedding_tensor(decoder: Decoder) -> str:
@@ -333,19 +333,19 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     # Three samples of two tokens: the dimensions have different sizes.
     token_ids = torch.tensor([[first, second], [first, other], [second, other]])
     types = _types(decoder)
-    found: dict[Any, Any] = {}
+    of_type: dict[Any, Any] = {}
     state: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
-        if types[layer] not in found:
+        if types[layer] not in of_type:
             weights = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
-            made = decoder.run(layer, weights, hidden, call.own(state))
-            found[types[layer]] = made.returned
-            state.update(made.state)
-        return found[types[layer]]
+            run_once = decoder.run(layer, weights, hidden, call.with_state(state))
+            of_type[types[layer]] = run_once.returned
+            state.update(run_once.state)
+        return of_type[types[layer]]
 
     hidden, _, handed = capture(decoder, token_ids, made_up_edges(decoder), run)
-    state.update(handed_on(found[types[0]], handed))
+    state.update(handed_on(of_type[types[0]], handed))
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
         raise SltaError(
             f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
@@ -354,12 +354,12 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     shape = hidden.shape
     stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
     # Each layer's output for the first token of the two samples that share it; rounding may differ.
-    pairs = [hidden_of(returned) for returned in found.values()]
+    pairs = [hidden_of(returned) for returned in of_type.values()]
     pairs = [(pair.movedim(0, 2) if stacked else pair)[:2, 0] for pair in pairs]
     return LayerForm(
         stacked=stacked,
         handed=handed,
-        returned=[found[kind] for kind in types],
+        returned=[of_type[kind] for kind in types],
         state={path: tensor[:1] for path, tensor in state.items()},
         causal=all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs),
     )

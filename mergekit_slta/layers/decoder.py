@@ -41,7 +41,7 @@ class LayerCall:
         """All arguments, by position or name."""
         return dict(enumerate(self.args)) | self.kwargs
 
-    def own(self, state: State) -> LayerCall:
+    def with_state(self, state: State) -> LayerCall:
         """The same call with copies of the dictionaries, to which ``state`` is added.
 
         Arguments that are None stay so: the first layer is given nothing of earlier layers.
@@ -67,7 +67,7 @@ class LayerCall:
         Raises:
             SltaError: an added value is neither a tensor nor a tuple of tensors.
         """
-        found: dict[tuple[Any, ...], torch.Tensor] = {}
+        added: dict[tuple[Any, ...], torch.Tensor] = {}
         earlier = before.arguments
         for argument, value in self.arguments.items():
             if not isinstance(value, MutableMapping):
@@ -82,8 +82,8 @@ class LayerCall:
                             f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
                             "kept between layers, so no level applies: use 'merge_method: actmat'."
                         )
-                    found[argument, key, *rest] = part
-        return found
+                    added[argument, key, *rest] = part
+        return added
 
 
 def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
@@ -249,13 +249,13 @@ def fresh(model: torch.nn.Module) -> Callable[[], None]:
     that a sample would see the length of the one before it. No model of transformers writes into such a buffer.
     """
     owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
-    built = [(own, dict(own), dict(own["_buffers"])) for own in owners]
+    built = [(owner, dict(owner), dict(owner["_buffers"])) for owner in owners]
 
     def restore() -> None:
-        for own, attributes, buffers in built:
-            own.clear()
-            own.update(attributes)
-            own["_buffers"].update(buffers)
+        for owner, attributes, buffers in built:
+            owner.clear()
+            owner.update(attributes)
+            owner["_buffers"].update(buffers)
 
     return restore
 
@@ -299,19 +299,19 @@ class Decoder:
 
         ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
         """
-        run, own = LayerRun(**settings), call.own({})
+        run, copied = LayerRun(**settings), call.with_state({})
         self.restore()
-        arguments = self.as_called(hidden).clone(), *own.args  # the layer may change its input in place
+        arguments = self.as_called(hidden).clone(), *copied.args  # the layer may change its input in place
         self.runs.append(run)
         try:
-            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, own.kwargs)
+            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, copied.kwargs)
             run.returned, run.output = returned, self.tokens_first(hidden_of(returned))
             run.state = handed_on(returned, self.form.handed)
         except Reached:
             pass
         finally:
             self.runs.pop()
-        run.state = {**own.entered(call), **run.state}
+        run.state = {**copied.entered(call), **run.state}
         return run
 
     def tokens_first(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -423,11 +423,13 @@ class Decoder:
 
     def fallbacks(self, level: str) -> list[Fallback]:
         """Which layers are measured at a coarser level than asked for, and why."""
-        found: dict[tuple[str, str, str], list[int]] = {}
+        coarser_layers: dict[tuple[str, str, str], list[int]] = {}
         for layer in range(len(self)):
             if why := self._fallback(level, layer):
-                found.setdefault((*why, type(self.layers[layer]).__name__), []).append(layer)
-        return [Fallback(level, coarser, tuple(at), kind, reason) for (coarser, reason, kind), at in found.items()]
+                coarser_layers.setdefault((*why, type(self.layers[layer]).__name__), []).append(layer)
+        return [
+            Fallback(level, coarser, tuple(at), kind, reason) for (coarser, reason, kind), at in coarser_layers.items()
+        ]
 
     def _fallback(self, level: str, layer: int) -> tuple[str, str] | None:
         """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""

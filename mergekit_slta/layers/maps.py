@@ -77,7 +77,7 @@ class Heads:
 
 def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
     """The linear maps of a decoder layer; convolutions and norms do not count."""
-    return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
+    return [linear_map for path, module in layer.named_modules() for linear_map in _maps_of(path, module)]
 
 
 def is_numbered(module: str) -> bool:
@@ -184,7 +184,7 @@ class MapDeltas:
         base, offset = linear_map.matrix(weights[0]), linear_map.offset(weights[0])
         self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
         offsets = [linear_map.offset(expert) for expert in weights[1:]]
-        self.biases = [None if offset is None or own is None else own - offset for own in offsets]
+        self.biases = [None if offset is None or other is None else other - offset for other in offsets]
 
     def gram(self, inputs: torch.Tensor) -> torch.Tensor:
         """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
@@ -197,5 +197,5 @@ class MapDeltas:
 
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A layer's tensors [E, ...] that hold the matrices of a mixture's routed experts, by their names in the layer."""
-    names = {found.weight for found in linear_maps(layer) if found.expert is not None}
+    names = {m.weight for m in linear_maps(layer) if m.expert is not None}
     return {name: tensor for name, tensor in layer.state_dict().items() if name in names}

@@ -116,8 +116,8 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
 def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) -> torch.nn.ModuleList:
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in tower.modules() if isinstance(module, torch.nn.ModuleList)]
-    if found := [module for module in lists if len(module) == depth]:
-        return found[0]
+    if deep := [module for module in lists if len(module) == depth]:
+        return deep[0]
     # Some configurations count attention layers; a decoder layer may have several of them.
     kinds = set(getattr(tower, "_no_split_modules", None) or ())
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
@@ -156,8 +156,10 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, 
     edges = made_up_edges(decoder)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
     state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
-    state |= {path: own for path, own in random_numbers(state, decoder.device).items() if own.is_floating_point()}
-    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].own(state)
+    state |= {
+        path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()
+    }
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].with_state(state)
 
 
 @torch.no_grad()
@@ -224,16 +226,16 @@ class _Trial:
 
     def summands(self, sources: Collection[str]) -> dict[str, float] | None:
         """The constants of ``LayerStructure.summands``."""
-        found, zeros = [], tree_map_only(torch.Tensor, torch.zeros_like, self._given)
+        constants, zeros = [], tree_map_only(torch.Tensor, torch.zeros_like, self._given)
         replayed = self._run(self._others, self._given).output
         for weights, whole in ((self._weights, self.base.output), (self._others, replayed)):
-            own = {name: value for name, value in self._given.items() if name in sources}  # in the order of the calls
-            terms = {name: self._run(weights, {**zeros, name: value}).output for name, value in own.items()}
+            given = {name: value for name, value in self._given.items() if name in sources}  # in the order of the calls
+            terms = {name: self._run(weights, {**zeros, name: value}).output for name, value in given.items()}
             if not terms or not _close(sum(terms.values()), whole):
                 return None
-            factors = {name: ratio(term, hidden_of(own[name])) for name, term in terms.items()}
-            found.append({name: factor / factors.get(INPUT, 1.0) for name, factor in factors.items()})
-        first, second = found
+            factors = {name: ratio(term, hidden_of(given[name])) for name, term in terms.items()}
+            constants.append({name: factor / factors.get(INPUT, 1.0) for name, factor in factors.items()})
+        first, second = constants
         same = all(math.isclose(factor, second[name], rel_tol=1e-4) for name, factor in first.items())
         return first if same else None
 
@@ -259,7 +261,7 @@ class _Trial:
             run = self._run(weights, split.others_of(branch, self.base))
             return bool(split.change(branch, run, self.base).any())
 
-        return all(not changes(own, self._weights) and changes(own, self._others) for own in split.branches)
+        return all(not changes(branch, self._weights) and changes(branch, self._others) for branch in split.branches)
 
 
 def _split(trial: _Trial, reads: Mapping[str, Nodes], whole: LayerStructure) -> LayerStructure:
@@ -307,8 +309,8 @@ def ratio(product: torch.Tensor, output: object) -> float:
     if not isinstance(output, torch.Tensor) or output.numel() != product.numel():
         return math.nan
     output = output.reshape(product.shape)
-    found = (product * output).sum() / output.square().sum()
-    return float(found) if found and _close(found * output, product) else math.nan
+    factor = (product * output).sum() / output.square().sum()
+    return float(factor) if factor and _close(factor * output, product) else math.nan
 
 
 def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -348,10 +350,10 @@ def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | s
     if len(kinds) > 1:
         return "it has several attentions"
     (mixer,) = kinds
-    maps = {found.name: found for found in linear_maps(decoder.layers[layer]) if found.name.startswith(mixer + ".")}
+    maps = {m.name: m for m in linear_maps(decoder.layers[layer]) if m.name.startswith(mixer + ".")}
     made_up = made_up_layer(decoder, layer)
-    outputs = decoder.run(layer, *made_up, keep={own.module for own in maps.values()}).outputs
-    projected = {name: own.clone().requires_grad_() for name, own in outputs.items() if "." in name}
+    outputs = decoder.run(layer, *made_up, keep={m.module for m in maps.values()}).outputs
+    projected = {name: value.clone().requires_grad_() for name, value in outputs.items() if "." in name}
     output = list(projected)[-1] if projected else ""
     if output not in maps:
         return "its attention ends in no linear map that all heads share"
@@ -368,7 +370,7 @@ def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | s
     count = decoder.model.config.get_text_config().num_attention_heads
     if features.shape[-1] % count:
         return f"its attention does not split into {count} heads of one size"
-    rows = {name: torch.zeros(own.shape[-1], count, dtype=torch.bool) for name, own in projected.items()}
+    rows = {name: torch.zeros(value.shape[-1], count, dtype=torch.bool) for name, value in projected.items()}
     for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):
         gradients = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, allow_unused=True)
         for belongs, gradient in zip(rows.values(), gradients, strict=True):
@@ -383,4 +385,4 @@ def _mixes_tokens(features: torch.Tensor, projected: Sequence[torch.Tensor]) -> 
     """Whether the last token's features [..., S, D] depend on what the projections make of other tokens."""
     last = features.flatten(0, -2)[-1].square().sum()
     gradients = torch.autograd.grad(last, projected, retain_graph=True, allow_unused=True)
-    return any(bool(own.flatten(0, -2)[:-1].any()) for own in gradients if own is not None)
+    return any(bool(gradient.flatten(0, -2)[:-1].any()) for gradient in gradients if gradient is not None)

@@ -66,13 +66,13 @@ class TensorWeights:
         piece = self.layout.pieces.get(name)
         if piece is None:
             return self.kept
-        found = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
-        first, *others = found.values()
+        by_target = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
+        first, *others = by_target.values()
         if piece.pattern is None or (first.ndim == 1 and all(torch.equal(first, other) for other in others)):
             return first
 
         def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
-            return found[target][expert].expand(self.decoder.model.state_dict()[target].shape)
+            return by_target[target][expert].expand(self.decoder.model.state_dict()[target].shape)
 
         return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
 
