@@ -29,46 +29,6 @@ SMALL = 2**16
 CAUSAL_TOLERANCE = 1e-3
 
 
-# Made-up weights
-
-
-def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
-    """Random numbers in place of a model's tensors.
-
-    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
-    product copies more than one matrix.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
-        strides = list(torch.empty(tensor.shape, device="meta").stride())
-        if tensor.numel() > SMALL:
-            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
-            strides[:overlapping] = [16] * overlapping
-        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
-        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
-        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
-        values = values.repeat(-(-size // len(values))).to(device)
-        return values.as_strided(tensor.shape, strides)
-
-    return {name: numbers(tensor) for name, tensor in state.items()}
-
-
-def made_up_edges(decoder: Decoder) -> Weights:
-    """Random numbers in place of the tensors outside the layers."""
-    state = decoder.model.state_dict()
-    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
-
-
-def some_tokens(decoder: Decoder) -> list[int]:
-    """Three tokens, none of them the padding, by which some models count positions."""
-    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
-    return [token for token in range(4) if token != padding][:3]
-
-
 # Stand-ins
 
 
@@ -379,3 +339,43 @@ def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
         for name, value in vars(module).items()
         if not name.startswith("_") and isinstance(value, bool | str | int | None)
     )
+
+
+# Made-up weights
+
+
+def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
+    """Random numbers in place of a model's tensors.
+
+    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
+    product copies more than one matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
+        strides = list(torch.empty(tensor.shape, device="meta").stride())
+        if tensor.numel() > SMALL:
+            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
+            strides[:overlapping] = [16] * overlapping
+        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
+        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
+        values = values.repeat(-(-size // len(values))).to(device)
+        return values.as_strided(tensor.shape, strides)
+
+    return {name: numbers(tensor) for name, tensor in state.items()}
+
+
+def made_up_edges(decoder: Decoder) -> Weights:
+    """Random numbers in place of the tensors outside the layers."""
+    state = decoder.model.state_dict()
+    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
+
+
+def some_tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
