@@ -58,7 +58,7 @@ class ActmatAnchor(Blend):
         return {key for key, name in maps.items() if len(self._layout.pieces_of(name)) == 1}
 
     def _merged(self, name: str, models: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A map's tensor, or the experts' of a mixture one by one: solved on a GPU in float64, all may not fit."""
+        """A map's tensor, or the experts' of a mixture one by one, because a GPU may not hold them all."""
         base = models[0]
         if base.ndim == 2 or not self._layout.in_parts(name):
             return self._of_stored(name, None, models)

@@ -53,7 +53,7 @@ from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, kept_in_words
 from mergekit_slta.featcal.passage import EXPERT, MERGED, Passage
-from mergekit_slta.featcal.regression import RidgeRegression
+from mergekit_slta.featcal.regression import PRECISION, RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden
@@ -188,7 +188,7 @@ class _FeatureMerge(Accumulator[Tensors]):
             del solver.passages[number]
             norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             errors = (merged - expert).norm(dim=1) / norms
-            sums[0, batch.task] += float(errors[norms > 0].sum(dtype=torch.float64))
+            sums[0, batch.task] += float(errors[norms > 0].sum())
             sums[1, batch.task] += int((norms > 0).sum())
         self.ranks.sum(sums)
         return sums[0] / sums[1]
@@ -374,7 +374,7 @@ class _LayerMerge:
         The anchor's maps that are solved with it take their place.
         """
         ridge, size = ActmatSettings().ridge, maps[0].matrix(self.base).shape[1]
-        total = torch.zeros(size, size, dtype=torch.float64, device=self.merge.decoder.device)
+        total = torch.zeros(size, size, dtype=PRECISION, device=self.merge.decoder.device)
         for linear_map in maps:
             base = linear_map.matrix(self.base)
             tasks = [linear_map.matrix(owner) - base for owner in self.owners]

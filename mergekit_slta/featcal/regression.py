@@ -29,8 +29,6 @@ residuals as those of R [n, d_out], each times (s_t w_x)^(1/2), the same change 
 
 whose system is only [n, n].
 
-All products are float64: where inputs are rank-deficient or ill-conditioned and the ridge is small, rounding float32
-products makes up as much as 1e-4 of the solution.
 """
 
 from __future__ import annotations
@@ -54,6 +52,9 @@ UNKNOWN_RIDGE = 1.0  # where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 
+# Of all sums, systems and solutions; where that does not suffice to factor a system, ``times_inverse`` takes float64.
+PRECISION = torch.float32
+
 # D [k, d_in] by the ridge, or None where that does not make the equations solvable.
 Solver = Callable[[float], torch.Tensor | None]
 
@@ -63,7 +64,7 @@ class Change:
     """The solution of a regression.
 
     Attributes:
-        matrix: D [d_out, d_in] float64; zero where there is no solution.
+        matrix: D [d_out, d_in]; zero where there is no solution.
         mean: the mean residual [d_out] that is left, weighted as in the regression.
         shares: each task's weight [T] in that mean.
         ridge: the ridge that was used; None where the equations cannot be solved, as with inputs that are not finite.
@@ -84,7 +85,7 @@ class Change:
         """
         if not self.shares.any():  # every input was zero
             return anchor
-        mean = self.shares @ biases.double() + self.mean[rows] - anchor
+        mean = self.shares @ biases.to(self.shares.dtype) + self.mean[rows] - anchor
         return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
 
 
@@ -117,7 +118,7 @@ class RidgeRegression:
         inputs, outputs: the numbers of dimensions d_in and d_out.
         ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
         device: where the sums are.
-        prior: P [d_in, d_in] float64, symmetric and positive definite; by default no direction is held more.
+        prior: P [d_in, d_in], symmetric and positive definite; by default no direction is held more.
         tokens: how many tokens this process will add, if that is known.
         ranks: the processes that share the tokens.
 
@@ -143,7 +144,7 @@ class RidgeRegression:
         combined, halves, size = PREDICTED if ridge is None else 0, 2 if ridge is None else 1, inputs
         if self._few:
             size = 0
-        self._combinations = random_combinations(outputs, combined).to(device)
+        self._combinations = random_combinations(outputs, combined).to(PRECISION).to(device)
         shapes = [
             (inputs,),
             (outputs,),
@@ -155,10 +156,10 @@ class RidgeRegression:
         ]
         # Of all tasks with their weights, and of the current one before it has a weight.
         self._all, self._task = (
-            Sums(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)) for _ in range(2)
+            Sums(*(torch.zeros(shape, dtype=PRECISION, device=device) for shape in shapes)) for _ in range(2)
         )
         # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
-        none = torch.zeros(0, inputs + outputs, dtype=torch.float64, device=device).split([inputs, outputs], 1)
+        none = torch.zeros(0, inputs + outputs, dtype=PRECISION, device=device).split([inputs, outputs], 1)
         self._rows = [(*none, torch.zeros(0, dtype=torch.int64, device=device))]
         self._rows_before = 1  # the current task's
         self._masses: list[torch.Tensor] = []
@@ -175,7 +176,7 @@ class RidgeRegression:
             samples: the number of each token's sample [n].
             weights: w_x [n], each token's weight.
         """
-        task, roots = self._task, weights.to(inputs.device, torch.float64).sqrt()[:, None]
+        task, roots = self._task, weights.to(inputs.device, PRECISION).sqrt()[:, None]
         inputs, residuals, halves = inputs * roots, residuals * roots, samples.to(inputs.device) % len(task.tokens)
         task.inputs += (roots.T @ inputs)[0]
         task.residuals += (roots.T @ residuals)[0]
@@ -227,12 +228,12 @@ class RidgeRegression:
         if ridge is None:
             ridge = self._best_ridge() if self._halved else UNKNOWN_RIDGE
         solver, total, masses = self._solver(), self._all, torch.stack(self._masses)
-        mass = masses.sum().clamp_min(torch.finfo(torch.float64).tiny)
+        mass = masses.sum().clamp_min(torch.finfo(PRECISION).tiny)
         ridge = max(ridge, SMALLEST_RIDGE)
         if (matrix := solver(ridge)) is not None:
             mean = (total.residuals - matrix @ total.inputs) / mass
             return Change(matrix, mean, masses / mass, ridge)
-        matrix = torch.zeros(len(total.residuals), len(total.inputs), dtype=torch.float64, device=mass.device)
+        matrix = torch.zeros(len(total.residuals), len(total.inputs), dtype=PRECISION, device=mass.device)
         return Change(matrix, total.residuals / mass, masses / mass, None)
 
     def _best_ridge(self) -> float:

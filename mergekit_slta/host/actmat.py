@@ -19,7 +19,7 @@ from mergekit_slta.recipe.settings import ActmatSettings
 
 
 class ActmatMerge(DataFreeMerge):
-    """Data-free covariance estimation: per tensor, on the tensors' device, in float64.
+    """Data-free covariance estimation: per tensor, on the tensors' device, in float32.
 
     ``weight`` says how much an expert counts against the others, in the regression and in the mean: weight 0 leaves the
     expert out, and equal weights change nothing. It does not scale the task vectors: the regression would reproduce

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.levels import fused_map_part
 from mergekit_slta.models.roles import has_transposed_experts
+from mergekit_slta.numerics.symmetric import inner_products
 
 Weights = Mapping[str, torch.Tensor]
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
@@ -189,10 +190,7 @@ class MapDeltas:
     def gram(self, inputs: torch.Tensor) -> torch.Tensor:
         """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
         pairs = zip((inputs @ matrix.T for matrix in self.matrices), self.biases, strict=True)
-        deltas = [(delta if bias is None else delta + bias).flatten().double() for delta, bias in pairs]
-        features = torch.stack(deltas)
-        gram = features @ features.T
-        return (gram + gram.T) / 2
+        return inner_products([(delta if bias is None else delta + bias).flatten() for delta, bias in pairs])
 
 
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -212,7 +212,7 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     tensor = tensor.float() if tensor.itemsize == 1 else tensor  # torch computes little in 8 bits
-    return bool(torch.stack(tensor.aminmax()).to(dtype or tensor.dtype).double().isfinite().all())
+    return bool(torch.stack(tensor.aminmax()).to(dtype or tensor.dtype).cpu().double().isfinite().all())
 
 
 class ExpertStack(torch.Tensor):

@@ -1,18 +1,30 @@
-"""Symmetric systems in float64: build a Gram matrix, add a ridge, factor, solve, and tell where that is impossible.
+"""Symmetric systems: build a Gram matrix, add a ridge, factor, solve, and tell where that is impossible.
 
 The merge methods solve systems that are sums of Gram matrices, so they are positive semidefinite. ``featcal`` and
-``actmat`` make them positive definite by a ridge and use a Cholesky factor; ``slta``, whose systems are tiny, cuts
-small eigenvalues and so gets the solution of least norm.
+``actmat`` make them positive definite by a ridge and use a Cholesky factor, in float32; ``slta``, whose systems are
+tiny, cuts small eigenvalues in float64 and so gets the solution of least norm.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+LOG = logging.getLogger(__name__)
+
+# Numbers of each vector whose products are summed in float32: 64 chains of 64 terms are exact to 1e-7 or so.
+EXACT = 4096
+HELD = 2**17  # numbers of all vectors that are multiplied at once on a processor, whose cache holds their copies
 BLOCK = 512  # columns of a Gram matrix that are computed at once
 EIGENVALUE_CUTOFF = 1e-10  # relative to the largest eigenvalue
+# The smallest share of an unknown's diagonal element that the unknowns before it may leave to a float32 factor. A share
+# is a difference of numbers near 1, each rounded by 2^-24: below this one, more than a sixteenth of it is rounding.
+SMALLEST_SHARE = 2.0**-20
+_in_float64 = itertools.count(1)
 
 
 def add_gram(rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -36,6 +48,21 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
     return mirror(add_gram(rows, rows.new_zeros(rows.shape[1], rows.shape[1])))
 
 
+def inner_products(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The inner products [T, T] of ``T`` float32 vectors [n], float64 on the CPU and exactly symmetric.
+
+    Products of ``EXACT`` numbers are summed in float32 on the vectors' device, and these sums in float64 on the CPU.
+    """
+    on_cpu, total = vectors[0].device.type == "cpu", torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
+    size = max(HELD // len(vectors) // EXACT, 1) * EXACT if on_cpu else max(len(vectors[0]), 1)
+    for parts in zip(*(vector.split(size) for vector in vectors), strict=True):
+        features = torch.stack(parts)
+        whole = features.shape[1] // EXACT * EXACT
+        for blocks in (features[:, :whole].unflatten(1, (-1, EXACT)).transpose(0, 1), features[None, :, whole:]):
+            total += (blocks @ blocks.mT).cpu().double().sum(0)
+    return (total + total.T) / 2
+
+
 def with_ridge(matrix: torch.Tensor, ridge: torch.Tensor | float) -> torch.Tensor:
     """Matrices [..., n, n] plus ``ridge`` times the mean of their own diagonal on the diagonal."""
     found = matrix.clone()
@@ -47,12 +74,22 @@ def with_ridge(matrix: torch.Tensor, ridge: torch.Tensor | float) -> torch.Tenso
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
     """target [k, n] times the inverse of a positive definite matrix [n, n].
 
+    A float32 system that a float32 factor does not determine is solved in float64 on the CPU, and the log counts these.
+
     Returns:
         [k, n], or None where the matrix is not positive definite or a number is not finite.
     """
     factor, failed = torch.linalg.cholesky_ex(system)
-    if int(failed):
-        return None
+    shares = factor.diagonal().square() / system.diagonal()
+    if int(failed) or not bool((shares > SMALLEST_SHARE).all()):
+        if system.dtype == torch.float32 and bool(system.isfinite().all()):
+            LOG.info(
+                "Solved a system of %d equations in float64 on the CPU (number %d)", len(system), next(_in_float64)
+            )
+            exact = times_inverse(target.cpu().double(), system.cpu().double())
+            return None if exact is None else exact.to(target)
+        if int(failed):
+            return None
     solution = torch.cholesky_solve(target.T, factor).T
     return solution if bool(torch.isfinite(solution).all()) else None
 

@@ -320,9 +320,9 @@ class Experiment:
 
 
 def require_device(name: str) -> None:
-    """Refuse a device that PyTorch does not know, that this machine lacks, or without float64, as Apple's GPUs."""
+    """Refuse a device that PyTorch does not know, or that this machine lacks."""
     try:
-        torch.ones((), dtype=torch.float64, device=name).add(1).item()
+        torch.ones((), device=name).add(1).item()
     except Exception as error:  # of a kind that differs between devices
         raise SltaError(
             f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "

@@ -28,13 +28,12 @@ from mergekit_slta.layers.maps import (
     routed_inputs,
 )
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
+from mergekit_slta.numerics.symmetric import inner_products
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
 
 WHOLE = "whole"  # the run of a whole layer, beside those of its branches
-# Elements of the features that are multiplied at once on a processor, whose cache holds their copies in float64 too.
-MULTIPLIED = 2**17
 LOGITS = 2**24  # of each model are held at once, because logits are wide
 
 
@@ -53,15 +52,8 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     """
     grams = []
     for row, length in enumerate(lengths):
-        total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas[0].device)
-        whole = [delta[row, :length].reshape(-1) for delta in deltas]
-        size = MULTIPLIED // len(whole) if total.device.type == "cpu" else whole[0].numel()
-        for parts in zip(*(delta.split(size) for delta in whole), strict=True):
-            features = torch.stack(parts).double()
-            total += features @ features.T
-        grams.append(total)
-    products = torch.stack(grams).cpu()
-    return (products + products.mT) / 2
+        grams.append(inner_products([delta[row, :length].reshape(-1) for delta in deltas]))
+    return torch.stack(grams)
 
 
 def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.rounding import rounding
 
+from mergekit_slta.featcal import regression
 from mergekit_slta.featcal.regression import (
     DECISIVE,
     RIDGES,
@@ -23,12 +24,19 @@ from mergekit_slta.featcal.regression import (
 
 INPUTS, OUTPUTS = 12, 5
 TOKENS_PER_SAMPLE = 5
-TOLERANCE = 1e-7  # all products are float64
+TOLERANCE = 1e-7  # in float64
 
 # The inputs [n, d_in] and residuals [n, d_out] of a task.
 Task = tuple[torch.Tensor, torch.Tensor]
 
 both_forms = pytest.mark.parametrize("few", [False, True], ids=["sums", "tokens"])
+
+
+@pytest.fixture(autouse=True)
+def in_float64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mathematics is judged in float64; ``test_float32_...`` says how far float32 is from that."""
+    if "float32" not in request.node.name:
+        monkeypatch.setattr(regression, "PRECISION", torch.float64)
 
 
 def draws(seed: int = 0) -> Callable[..., torch.Tensor]:
@@ -52,7 +60,7 @@ def random_prior(inputs: int = INPUTS) -> torch.Tensor:
     """A symmetric positive definite matrix [inputs, inputs] with a unit mean diagonal."""
     root = draws(3)(inputs, inputs).double()
     prior = root @ root.T + 0.1 * torch.eye(inputs)
-    return prior / prior.diagonal().mean()
+    return (prior / prior.diagonal().mean()).to(regression.PRECISION)
 
 
 def solve(
@@ -105,7 +113,7 @@ def least_squares(
     inputs, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
     energy = inputs.square().sum(0)
     shape = torch.eye(len(energy)).double() if prior is None else prior
-    hold = torch.linalg.cholesky(shape).T * (ridge * (energy if diagonal else energy.mean())).sqrt()
+    hold = torch.linalg.cholesky(shape.double()).T * (ridge * (energy if diagonal else energy.mean())).sqrt()
     design = torch.cat([inputs, hold])
     wanted = torch.cat([targets, torch.zeros(len(hold), targets.shape[1]).double()])
     solution: torch.Tensor = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
@@ -185,6 +193,30 @@ def test_no_digits_are_lost_where_inputs_are_rank_deficient_or_ill_conditioned(
         inputs = inputs_of(draw)
         tasks.append((inputs, 0.1 * inputs @ draw(WIDE, 32) + 0.3 * draw(len(inputs), 32)))
     assert difference(solve(tasks, ridge, batch=100, few=few).matrix, least_squares(scaled(tasks), ridge)) < 1e-5
+
+
+@both_forms
+@pytest.mark.parametrize("held", [False, True], ids=["alike", "prior"])
+@pytest.mark.parametrize("ridge", [RIDGES[0], 0.1])
+@pytest.mark.parametrize("case", ["many tokens", "few tokens", "massive dimensions"])
+def test_float32_is_off_by_its_rounding_times_the_condition(case: str, ridge: float, held: bool, few: bool) -> None:
+    tasks = CASES[case]
+    prior = random_prior(tasks[0][0].shape[1]) if held else None
+    change = solve(tasks, ridge, few=few, prior=prior)
+    assert change.matrix.dtype == torch.float32
+    rows = scaled(tasks)
+    system = torch.cat([inputs for inputs, _ in rows])
+    system = system.T @ system
+    shape = torch.eye(len(system)).double() if prior is None else prior.double()
+    root = (system.diagonal() if "massive" in case else system.diagonal().mean()).sqrt()
+    hold = (shape * root).T * root if root.ndim else shape * root**2
+    if few:  # a system of more tokens than directions is held by the ridge alone
+        condition = 1 + float(torch.linalg.eigvals(torch.linalg.solve(hold, system)).abs().max()) / ridge
+    else:
+        unit = (system + ridge * hold).diagonal().rsqrt()  # a diagonal scale costs no digits
+        condition = float(torch.linalg.cond(unit[:, None] * (system + ridge * hold) * unit))
+    expected = least_squares(rows, ridge, "massive" in case, prior)
+    assert difference(change.matrix, expected) < rounding() * condition
 
 
 # The ridge that left-out samples choose

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 import pytest
 import torch
+from support.rounding import rounding
 
 from mergekit_slta.numerics import symmetric
-from mergekit_slta.numerics.symmetric import gram, solve_semidefinite, times_inverse, with_ridge
+from mergekit_slta.numerics.symmetric import gram, inner_products, solve_semidefinite, times_inverse, with_ridge
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +41,28 @@ def test_a_product_with_an_inverse() -> None:
 @pytest.mark.parametrize("system", [-torch.eye(3), torch.zeros(3, 3), torch.full((3, 3), torch.nan)], ids=str)
 def test_a_matrix_that_is_not_positive_definite_has_no_inverse_here(system: torch.Tensor) -> None:
     assert times_inverse(torch.ones(2, 3).double(), system.double()) is None
+
+
+@pytest.mark.parametrize("condition", [1e3, 1e9])
+def test_a_system_beyond_float32_is_solved_in_float64(condition: float, caplog: pytest.LogCaptureFixture) -> None:
+    basis = torch.linalg.qr(torch.randn(40, 40, dtype=torch.float64)).Q
+    system, target = ((basis * torch.logspace(0, math.log10(condition), 40)) @ basis.T).float(), torch.randn(3, 40)
+    with caplog.at_level(logging.INFO):
+        found = times_inverse(target, system)
+    assert found is not None and found.dtype == torch.float32
+    assert bool(caplog.records) == (condition > 2**24)
+    wanted = target.double() @ torch.linalg.inv(system.double())
+    assert (found - wanted).norm() <= rounding(terms=40) * (1 if caplog.records else condition) * wanted.norm()
+
+
+@pytest.mark.parametrize("numbers", [1, 4096, 10_000, 300_000])
+def test_inner_products_of_float32_vectors_are_exact(numbers: int) -> None:
+    vectors = [torch.randn(numbers) for _ in range(3)]
+    exact = torch.stack(vectors).double()
+    found = inner_products(vectors)
+    assert torch.equal(found, found.T)
+    sizes = exact.norm(dim=1)
+    assert ((found - exact @ exact.T).abs() <= rounding(1) * sizes * sizes[:, None]).all()
 
 
 @pytest.mark.parametrize("rank", [1, 3, 5])

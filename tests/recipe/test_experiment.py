@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from conftest import MakeFamily
 from support import families
 from support.families import Family
-from torch.overrides import TorchFunctionMode
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.experiment import Experiment, require_device
+from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta.lookup import measure, measured_statistics
 
 
@@ -45,21 +42,3 @@ def test_a_device_that_is_not_there_is_refused_also_where_everything_is_measured
     measure(own, quiet=True)
     with pytest.raises(SltaError, match=r"^PyTorch cannot compute on the device 'gpu' \("):
         measure(own, device="gpu", quiet=True)
-
-
-class WithoutFloat64(TorchFunctionMode):
-    """Refuses float64 as torch does on Apple's GPUs."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (kwargs or {}).get("dtype") is torch.float64:
-            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_device_without_float64() -> None:
-    require_device("cpu")
-    with (
-        WithoutFloat64(),
-        pytest.raises(SltaError, match="device 'cpu' \\(Cannot convert a MPS Tensor to float64 dtype"),
-    ):
-        require_device("cpu")

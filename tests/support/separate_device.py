@@ -1,6 +1,7 @@
 """A device of its own for machines without one: its tensors live on the CPU, but any mixture with the CPU's is refused.
 
-What runs here puts every tensor where it belongs on a GPU too. It says nothing about a GPU's arithmetic or speed.
+As on Apple's GPUs, there is no float64. What runs here puts every tensor where it belongs on a GPU too. It says nothing
+about a GPU's arithmetic or speed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class SeparateTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> SeparateTensor:
+        if held.dtype == torch.float64:
+            raise TypeError(f"the device '{NAME}' has no float64")
         place: Any = {"strides": held.stride(), "storage_offset": held.storage_offset(), "device": _DEVICE}
         made = torch.Tensor._make_wrapper_subclass(cls, held.size(), dtype=held.dtype, **place)
         made.held = held
