@@ -11,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.levels import fused_map_part
 from mergekit_slta.models.roles import has_transposed_experts
-from mergekit_slta.numerics.symmetric import inner_products
 
 Weights = Mapping[str, torch.Tensor]
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
@@ -172,25 +171,6 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
 def _only_scales(module: torch.nn.Module) -> bool:
     """Whether a module does not multiply features by its weight matrix: an embedding, or a norm for each head."""
     return isinstance(module, torch.nn.Embedding) or "norm" in type(module).__name__.lower()
-
-
-class MapDeltas:
-    """A map's change from the base model to each expert, and the Gram matrices of its output's change.
-
-    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. ``weights`` are the layer's tensors of the
-    base model, then of each of the ``T`` experts.
-    """
-
-    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights]) -> None:
-        base, offset = linear_map.matrix(weights[0]), linear_map.offset(weights[0])
-        self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
-        offsets = [linear_map.offset(expert) for expert in weights[1:]]
-        self.biases = [None if offset is None or other is None else other - offset for other in offsets]
-
-    def gram(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
-        pairs = zip((inputs @ matrix.T for matrix in self.matrices), self.biases, strict=True)
-        return inner_products([(delta if bias is None else delta + bias).flatten() for delta, bias in pairs])
 
 
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
