@@ -96,14 +96,10 @@ class Model:
         """How many token ids the model knows; None if it is no language model."""
         return self.size("vocab_size")
 
-    @cached_property
-    def _layouts(self) -> dict[int, Layout]:
-        return {}
-
     def layout(self, base: Model) -> Layout:
         """How its checkpoint stores the tensors of the base model."""
         shapes = {name: header.shape for name, header in self.tensors.items()}
-        return self._layouts.setdefault(id(base), Layout(base.built, self.tensors, shapes))
+        return Layout(base.built, self.tensors, shapes)
 
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""
