@@ -50,23 +50,24 @@ def main() -> None:
     see the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small
     statistics file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models
     and without data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge,
-    `evaluate` measures how well merged models do each task, and `linearity` whether the experts can be merged by adding
-    task vectors. `publish` uploads a merged model.
+    `evaluate` measures how well merged models do each task, and `linearity` whether features change in proportion to
+    the experts' weights. `publish` uploads a merged model.
     """
 
 
 @main.command(short_help="Print a commented recipe to start from.")
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
-@click.option("--method", type=click.Choice(METHODS), help="The merge method.  [default: slta; featcal for one expert]")
+@click.option("--method", type=click.Choice(METHODS), default="featcal", show_default=True, help="The merge method.")
 @click.option("--calibration", multiple=True, metavar="FILE", help="File or dataset: of each expert, then of the base.")
-def new(base: str, experts: tuple[str, ...], method: str | None, calibration: tuple[str, ...]) -> None:
+def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...]) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
     '> recipe.yml', then `check` the recipe. Give --calibration once for each expert, in their order, and once more for
     the base model's prompts, whose abilities the merge keeps; without it the recipe names files of the models' own
-    answers, and the `ask` commands above it write them.
+    answers, and the `ask` commands above it write them. Of the methods, actmat and sftm need no data; task_arithmetic
+    and ties are mergekit's own, to compare with.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
@@ -252,9 +253,12 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
     The best first: on average and for each task, the share of the short answers that greedy decoding gives exactly, on
-    records of `evaluation`, or else on those of `calibration` that calibration did not use. Apart from it, the share of
-    the expert's gain in likelihood over the base model that is kept, and the negative log-likelihood per token of the
-    answers, or of all tokens where no answer is known (lower is better). RECIPE may be for any method, also mergekit's
+    records of `evaluation`, or else on those of `calibration` that calibration did not use; and how many answers were
+    right and are wrong now (lost), or were wrong and are right (gained), against the task's expert, on the base model's
+    own task against the base model. Where answers have a form, the share that keeps it: a closing </think>, valid JSON,
+    an end token. Apart from these, the share of the expert's gain in likelihood over the base model that is kept, and
+    the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower is better).
+    RECIPE may be for any method, also mergekit's
     own, if it names a `calibration` for each expert. Each model is run once, one layer in memory at a time, in float32.
     """
     from mergekit_slta.checks.examine import sound_experiment

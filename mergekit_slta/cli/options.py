@@ -1,4 +1,4 @@
-"""The arguments and options that several commands share; mergekit's options come from mergekit itself."""
+"""The arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,40 @@ from mergekit_slta.levels import LEVELS
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
-# mergekit's options that say where to compute and how to get models.
-MODEL_OPTIONS = {"device", "cuda", "trust_remote_code", "lora_merge_cache", "transformers_cache", "quiet", "verbosity"}
+# mergekit's options that say where to compute and how to get models, copied because to import mergekit takes seconds.
+MODEL_OPTIONS = [
+    click.Option(["--transformers-cache"], show_default=True, help="Override storage path for downloaded models"),
+    click.Option(["--lora-merge-cache"], show_default=True, help="Path to store merged LORA models"),
+    click.Option(["--cuda/--no-cuda"], default=False, show_default=True, help="Perform matrix arithmetic on GPU"),
+    click.Option(["--device"], show_default=True, help="Perform matrix arithmetic on specified device"),
+    click.Option(
+        ["--trust-remote-code/--no-trust-remote-code"],
+        default=False,
+        show_default=True,
+        help="Trust remote code from huggingface repos (danger)",
+    ),
+    click.Option(
+        ["-v", "verbosity"],
+        type=int,
+        count=True,
+        default=0,
+        show_default=False,
+        help="Verbose logging (repeat for more verbosity)",
+    ),
+    click.Option(
+        ["--quiet/--no-quiet"],
+        default=False,
+        show_default=True,
+        help="Suppress progress bars and other non-essential output",
+    ),
+]
 
 
 class ModelCommand(click.Command):
-    """A command with mergekit's options for models, ``merge`` with all; read from mergekit when the command is used."""
+    """A command with mergekit's options for models; ``merge`` has all of mergekit's, which it imports."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        of_all = self.name == "merge"
-        return [*super().get_params(ctx), *(one for one in mergekit_options() if of_all or one.name in MODEL_OPTIONS)]
+        return [*super().get_params(ctx), *(mergekit_options() if self.name == "merge" else MODEL_OPTIONS)]
 
 
 def mergekit_options() -> list[click.Option]:

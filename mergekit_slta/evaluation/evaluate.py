@@ -1,15 +1,17 @@
-"""Merged models ranked beside the base model and the experts: exact answers and likelihood."""
+"""Merged models ranked beside the base model and the experts: exact answers, what they lost, and likelihood."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
 from mergekit.common import ModelPath, ModelReference
+from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.data.records import Span
 from mergekit_slta.errors import SltaError, whole_number
@@ -21,6 +23,8 @@ from mergekit_slta.words import enumerated
 
 SHORT_ANSWER = 32  # tokens
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
+# The fields of a TaskScore in tables of pandas.
+COLUMNS = ("exact answers", "lost answers", "gained answers", "form kept", "gain kept", "negative log-likelihood")
 MORE = "Add records (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data by `evaluation`."
 
 
@@ -30,12 +34,19 @@ class TaskScore:
 
     Attributes:
         exact: the share of the short answers that greedy decoding gives; None where no record has one.
+        lost: how many short answers the task's expert gives (on the base model's own task, the base model), and this
+            model does not.
+        gained: how many short answers this model gives, and the task's expert does not.
+        form: the share of the answers with a form that keep it; None where no answer has one.
         kept: the share of the expert's gain in likelihood over the base model that the model keeps, on the base model's
             own task that of its lead over the experts' mean; None without a gain.
         loss: negative log-likelihood per token of the answers, in nats; where no answer is known, of all tokens.
     """
 
     exact: float | None
+    lost: int
+    gained: int
+    form: float | None
     kept: float | None
     loss: float
 
@@ -50,6 +61,7 @@ class TaskComparison:
         known: how many of them show where their answer begins; of the others all tokens are predicted.
         answers: how many have a short answer, of at most ``SHORT_ANSWER`` tokens; on the base model's own task, only
             those count that the base model gives.
+        forms: how many answers have a form: they close ``</think>``, are JSON, or a special token ends them.
         tokens: how many tokens were predicted.
         scores: each model's score.
     """
@@ -58,6 +70,7 @@ class TaskComparison:
     records: int
     known: int
     answers: int
+    forms: int
     tokens: int
     scores: dict[str, TaskScore]
 
@@ -78,15 +91,16 @@ class Comparison(Paragraphs):
     def ranking(self) -> dict[str, TaskScore]:
         """Each model's means over the tasks where they are defined: the most exact answers first, then the most kept.
 
-        Where the records of a task have no short answers, what is kept decides alone.
+        Lost and gained answers are summed. Where a task's records have no short answers, what is kept decides alone.
         """
         tasks = list(self.tasks.values())
         by_answers = all(task.answers for task in tasks)
         means = {}
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
-            loss = sum(score.loss for score in scores) / len(scores)
-            means[name] = TaskScore(_mean(score.exact for score in scores), _mean(score.kept for score in scores), loss)
+            lost, gained = sum(score.lost for score in scores), sum(score.gained for score in scores)
+            exact, form, kept = (_mean(getattr(score, of) for score in scores) for of in ("exact", "form", "kept"))
+            means[name] = TaskScore(exact, lost, gained, form, kept, sum(score.loss for score in scores) / len(scores))
 
         def rank(name: str) -> tuple[float, ...]:
             return (-(means[name].exact or 0.0) * by_answers, -(means[name].kept or 0.0), means[name].loss)
@@ -97,13 +111,9 @@ class Comparison(Paragraphs):
         """The columns of ``to_frame``: a row for each model on each task, the best model first."""
         models = list(self.ranking)
         scores = [task.scores[model] for model in models for task in self.tasks.values()]
-        return {
-            "model": [model for model in models for _ in self.tasks],
-            "task": [*self.tasks] * len(models),
-            "exact answers": [math.nan if score.exact is None else score.exact for score in scores],
-            "gain kept": [math.nan if score.kept is None else score.kept for score in scores],
-            "negative log-likelihood": [score.loss for score in scores],
-        }
+        rows = [[math.nan if value is None else value for value in astuple(score)] for score in scores]
+        columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+        return {"model": [model for model in models for _ in self.tasks], "task": [*self.tasks] * len(models)} | columns
 
     def to_json(self) -> str:
         """The numbers as JSON; what is undefined is null."""
@@ -114,15 +124,29 @@ class Comparison(Paragraphs):
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
         tasks, ranking = self.tasks, self.ranking
-        rows = {name: [mean, *(task.scores[name] for task in tasks.values())] for name, mean in ranking.items()}
 
-        def table(cell: Callable[[TaskScore], str]) -> Table:
-            return Table(["model", "average", *tasks], [[name, *map(cell, row)] for name, row in rows.items()])
+        def table(cell: Callable[[TaskScore], str], *counts: str) -> Table:
+            rows = [
+                [name, cell(mean), *(str(getattr(mean, count)) for count in counts)]
+                + [cell(task.scores[name]) for task in tasks.values()]
+                for name, mean in ranking.items()
+            ]
+            return Table(["model", "average", *counts, *tasks], rows)
 
         yield "On held-out records of each task, the best model first:"
         if any(task.answers for task in tasks.values()):
-            yield f"Share of the short answers (at most {SHORT_ANSWER} tokens) that are given exactly"
-            yield table(lambda score: as_percentage(score.exact, digits=0))
+            yield (
+                f"Share of the short answers (at most {SHORT_ANSWER} tokens) that are given exactly, and how many were "
+                "right and are wrong now (lost), or were wrong and are right (gained), against the task's expert"
+            )
+            yield table(lambda score: as_percentage(score.exact, digits=0), "lost", "gained")
+        if any(task.forms for task in tasks.values()):
+            form = "their form (a closing </think>, valid JSON, the token that ends them)"
+            if all(mean.form == 1 for mean in ranking.values()):
+                yield f"All models keep {form} in all answers"
+            else:
+                yield f"Share of the answers that keep {form}"
+                yield table(lambda score: as_percentage(score.form, digits=0))
         if any(mean.kept is not None for mean in ranking.values()):
             yield (
                 "Share of the experts' gain in likelihood that is kept, which is no share of right answers (0% = base "
@@ -131,8 +155,10 @@ class Comparison(Paragraphs):
             yield table(lambda score: as_percentage(score.kept, digits=0))
         yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
         yield table(lambda score: f"{score.loss:.4f}")
-        counts = [[name, *map(str, (of.records, of.known, of.answers, of.tokens))] for name, of in tasks.items()]
-        yield Table(["task", "records", "show an answer", "a short one", "scored tokens"], counts)
+        counts = [
+            [name, *map(str, (of.records, of.known, of.answers, of.forms, of.tokens))] for name, of in tasks.items()
+        ]
+        yield Table(["task", "records", "show an answer", "a short one", "with a form", "scored tokens"], counts)
         yield from self._notes()
 
     def _notes(self) -> Iterator[str]:
@@ -141,8 +167,9 @@ class Comparison(Paragraphs):
             yield f"Not scored, for want of records that calibration did not use: {enumerated(self.unscored)}. {MORE}"
         if keep := self.tasks.get(KEEP):
             yield (
-                "The base model's own task: 100% is kept where a model does as well as it, 0% where it "
-                "does as the experts' mean, and of the short answers only those count that the base model gives."
+                "The base model's own task: 100% is kept where a model does as well as it, 0% where it does as the "
+                "experts' mean. Answers are lost and gained against the base model, and in the share of short answers "
+                "only those count that it gives."
             )
             if keep.scores[BASE].kept is None:
                 yield "The experts do no worse there than it, so these records do not tell what is kept of it."
@@ -220,8 +247,11 @@ def evaluate(
         )
         for number, (name, model) in enumerate(models.items(), 1)
     ]
+    tokenizer = experiment.samples_tokenizer
     compared = {
-        title: _task(title, published_name(tasks[title].reference), group, dict(zip(models, of_task, strict=True)))
+        title: _task(
+            title, published_name(tasks[title].reference), group, dict(zip(models, of_task, strict=True)), tokenizer
+        )
         for (title, group), *of_task in zip(groups.items(), *scores, strict=True)
     }
     return Comparison(compared, tuple(title for title in tasks if title not in groups))
@@ -236,11 +266,16 @@ def _held_out(experiment: Experiment, task: Task, samples: int) -> Group:
 def _sample(row: tuple[int, ...], answer: Span | None) -> Sample:
     """A record of which the answer is predicted, as far as it is in the row; all tokens where none is known."""
     begin, end = answer or (1, len(row))
-    short = answer is not None and end <= min(len(row), begin + SHORT_ANSWER)
-    return Sample(row, begin, min(end, len(row)), short)
+    return Sample(row, begin, min(end, len(row)), answer is not None and end <= len(row))
 
 
-def _task(title: str, model: str, group: Group, scores: Mapping[str, Sequence[Score]]) -> TaskComparison:
+def _task(
+    title: str,
+    model: str,
+    group: Group,
+    scores: Mapping[str, Sequence[Score]],
+    tokenizer: PreTrainedTokenizerBase,
+) -> TaskComparison:
     """A task's comparison, from the scores of its records by every model."""
     tokens = sum(sample.end - sample.begin for sample in group)
     losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
@@ -248,15 +283,43 @@ def _task(title: str, model: str, group: Group, scores: Mapping[str, Sequence[Sc
     if title == KEEP:
         experts = [loss for name, loss in losses.items() if name.startswith(_expert(""))]
         worse, better = sum(experts) / len(experts), worse
-    short = [score.exact is True if title == KEEP else score.exact is not None for score in scores[BASE]]
+    short = [index for index, one in enumerate(group) if one.whole and one.end - one.begin <= SHORT_ANSWER]
+    given = {name: {index for index in short if of[index].gives(group[index])} for name, of in scores.items()}
+    before = given[BASE if title == KEEP else _expert(title)]
+    counted = given[BASE] if title == KEEP else {*short}
+    forms = {
+        index: form
+        for index, (row, begin, end, whole) in enumerate(group)
+        if whole and (form := _form(row[begin:end], row[end : end + 1], tokenizer))
+    }
 
     def of_model(name: str) -> TaskScore:
-        exact = _mean(float(score.exact is True) for score, counts in zip(scores[name], short, strict=True) if counts)
+        exact = len(given[name] & counted) / len(counted) if counted else None
+        lost, gained = len(before - given[name]), len(given[name] - before)
+        said = [score.likeliest for score in scores[name]]
+        kept_form = (form <= _form(said[index][:-1], said[index][-1:], tokenizer) for index, form in forms.items())
         kept = (worse - losses[name]) / (worse - better) if worse > better else None
-        return TaskScore(exact, kept, losses[name])
+        return TaskScore(exact, lost, gained, _mean(map(float, kept_form)), kept, losses[name])
 
     known = sum(sample.begin > 1 for sample in group)
-    return TaskComparison(model, len(group), known, sum(short), tokens, {name: of_model(name) for name in scores})
+    results = {name: of_model(name) for name in scores}
+    return TaskComparison(model, len(group), known, len(counted), len(forms), tokens, results)
+
+
+def _form(answer: Sequence[int], after: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> set[str | int]:
+    """What of an answer's tokens is form: a closing tag, JSON, and the special token after it, if that is one."""
+    text = str(tokenizer.decode([*answer], clean_up_tokenization_spaces=False))
+    parts = {"</think>": "</think>" in text, "JSON": _is_json(text)}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    return {name for name, there in parts.items() if there} | (special & {*after})
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a table or a list in JSON."""
+    try:
+        return isinstance(json.loads(text), (dict, list))
+    except ValueError:
+        return False
 
 
 def _expert(title: str) -> str:

@@ -27,13 +27,13 @@ class Sample(NamedTuple):
     Attributes:
         token_ids: its tokens, at least two.
         begin, end: the first token that is predicted, at least 1, and the one after the last.
-        short: whether these tokens are a short answer.
+        whole: whether these tokens are the record's answer, not cut off.
     """
 
     token_ids: tuple[int, ...]
     begin: int
     end: int
-    short: bool = False
+    whole: bool = False
 
 
 class Score(NamedTuple):
@@ -41,12 +41,16 @@ class Score(NamedTuple):
 
     Attributes:
         loss: the negative log-likelihood of the predicted tokens, in nats.
-        exact: whether greedy decoding gives its short answer; None where it has none. With the record's own tokens
-            before each position, the likeliest token is the next one everywhere exactly if it is so when decoding.
+        likeliest: the likeliest token at each predicted position and after the last one, with the record's own tokens
+            before it.
     """
 
     loss: float
-    exact: bool | None
+    likeliest: tuple[int, ...]
+
+    def gives(self, sample: Sample) -> bool:
+        """Whether greedy decoding gives the predicted tokens, which the likeliest ones are exactly in this case."""
+        return self.likeliest[:-1] == sample.token_ids[sample.begin : sample.end]
 
 
 Group = Sequence[Sample]
@@ -122,8 +126,7 @@ class _Scoring(Accumulator[dict[int, Score]]):
 
 def _score(predicted: torch.Tensor, sample: Sample) -> Score:
     """A record's score from the logits [S, V] of its positions; those of padding follow them."""
-    ids = torch.tensor(sample.token_ids, device=predicted.device)
-    wanted, before = ids[sample.begin : sample.end], predicted[sample.begin - 1 : sample.end - 1]
-    losses = torch.nn.functional.cross_entropy(before.float(), wanted, reduction="none")
-    exact = bool((before.argmax(-1) == wanted).all()) if sample.short else None
-    return Score(float(losses.cpu().double().sum()), exact)
+    wanted = torch.tensor(sample.token_ids[sample.begin : sample.end], device=predicted.device)
+    chosen = predicted[sample.begin - 1 : sample.end]
+    losses = torch.nn.functional.cross_entropy(chosen[:-1].float(), wanted, reduction="none")
+    return Score(float(losses.cpu().double().sum()), tuple(chosen.argmax(-1).tolist()))

@@ -19,17 +19,21 @@ import inspect
 import os
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
+import click
+import yaml
 from mergekit import card, merge
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.options import MergeOptions
+from mergekit.options import MergeOptions, PrettyPrintHelp
 
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.recipe.configuration import model_inputs
+from mergekit_slta.recipe.recipe import Recipe
 
 READ_FROM = "0.1.5"
 
@@ -109,6 +113,18 @@ def get_architecture_info(
     """
     method = METHODS.get(config.merge_method)
     return (method and method.architecture) or stock(config, options)
+
+
+@replaces(PrettyPrintHelp, "invoke", "self", "ctx")
+def invoke(stock: Callable[..., Any], self: click.Command, ctx: click.Context) -> Any:
+    """Say in a sentence why mergekit-yaml cannot read a recipe; mergekit ends in a traceback."""
+    if self.name == "mergekit-yaml":
+        file = ctx.params["config_file"]
+        try:
+            MergeConfiguration.model_validate(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
+        except Exception:  # YAML's tags and mergekit's checks may raise errors of any kind
+            Recipe.load(file)
+    return stock(self, ctx)
 
 
 @replaces(card, "is_hf", "path")

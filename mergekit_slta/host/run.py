@@ -78,8 +78,9 @@ def run(
         LoaderCache.loaders.clear()
         if config.merge_method not in METHODS:
             known = {method.spec.name for method in merge_methods.registered_methods()}
-            if config.merge_method not in known and (near := suggestion(config.merge_method, known)):
-                raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{near}")
+            if config.merge_method not in known:
+                fix = suggestion(config.merge_method, known) or f": it knows {', '.join(sorted(known))}."
+                raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{fix}")
             stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
             partial = Partial(Path(out) / PARTIAL_OF_MERGE)
             if partial.folder.parent.exists():  # of an earlier merge by one of our methods

@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 import yaml
@@ -18,8 +19,72 @@ import yaml
 from mergekit_slta.data.prompts import TOPICS
 from mergekit_slta.errors import SltaError
 
-METHODS = ("slta", "featcal", "actmat", "sftm")
-WITH_DATA = METHODS[:2]
+
+class _Form(NamedTuple):
+    """What a recipe says of its method.
+
+    Attributes:
+        does: what the method does.
+        shared: the lines of the parameters of the whole merge.
+        expert: the lines of an expert's parameters; none of a method that merges by samples.
+        of_mergekit: whether the method is mergekit's own, which ``check`` does not know.
+    """
+
+    does: str
+    shared: str = ""
+    expert: str = ""
+    of_mergekit: bool = False
+
+
+_SAMPLES = """\
+  samples: 30           # samples of each task
+  max_tokens: 512       # of each sample; the rest is cut
+"""
+_LEVEL = "  level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear\n"
+_STATISTICS = (
+    "  # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data\n"
+)
+_REPORT = """\
+  # report: report/                      # write what the merge keeps of each expert, as a page with figures
+"""
+_COUNTS = "      weight: 1.0         # how much the expert counts\n"
+_FORMS = {
+    "featcal": _Form(
+        "every linear map is solved, so that it does what each model does on that model's samples", _SAMPLES + _REPORT
+    ),
+    "slta": _Form(
+        "weights for each part, solved from samples (featcal gives more exact answers)",
+        _LEVEL + _SAMPLES + _STATISTICS + _REPORT,
+    ),
+    "actmat": _Form(
+        "every linear map is solved, without samples",
+        """\
+  ridge: 0.1            # draws every matrix towards the experts' mean; at least 0
+  scale: 1.0            # multiplies the merged change
+""",
+        _COUNTS,
+    ),
+    "sftm": _Form(
+        "every matrix is merged through its singular features, without samples",
+        """\
+  density: 0.2          # the share of each change's entries to keep, the largest ones
+  lambda: 0.6           # multiplies the merged change
+""",
+        "      weight: 1.0         # multiplies its change\n",
+    ),
+    "task_arithmetic": _Form(
+        "mergekit's sum of the experts' changes, to compare with",
+        expert="      weight: 0.5         # multiplies its change\n",
+        of_mergekit=True,
+    ),
+    "ties": _Form(
+        "mergekit's mean of the experts' changes where most agree in sign, to compare with",
+        expert=f"{_COUNTS}      density: 0.5        # the share of its change's entries to keep, the largest ones\n",
+        of_mergekit=True,
+    ),
+}
+METHODS = tuple(_FORMS)
+WITH_DATA = tuple(method for method, form in _FORMS.items() if not form.expert)
 
 # What an expert's name or card tells of the topics of its prompts, two or three of them, so that there are 50 or more.
 _SUGGESTED = {
@@ -46,17 +111,16 @@ _RECIPE = """\
 {% endfor %}
 # The topics are {{ topics|join(", ") }}. Then:
 {% endif %}
+{% if not form.of_mergekit %}
 #   mergekit-slta check RECIPE      says what is missing or wrong, before any work
-#   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
-{% if method == "slta" %}
-merge_method: slta      # weights for each part, solved from samples (more exact answers: new --method featcal)
-{% elif method == "featcal" %}
-merge_method: featcal   # every linear map is solved, so that it does what each model does on that model's samples
-{% elif method == "actmat" %}
-merge_method: actmat    # every linear map is solved, without samples
-{% else %}
-merge_method: sftm      # every matrix is merged through its singular features, without samples
 {% endif %}
+#   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
+{% if with_data %}
+#   mergekit-slta evaluate RECIPE ./merged ./other   scores it beside another merge, such as one of new --method ties
+{% else %}
+#   mergekit-slta evaluate OTHER ./merged   scores it on the samples that OTHER names, as a recipe of featcal does
+{% endif %}
+merge_method: {{ "%-8s"|format(method) }}  # {{ form.does }}
 base_model: {{ base|scalar }}
 models:
 {% for expert, source in experts %}
@@ -71,8 +135,7 @@ models:
 {% endif %}
       calibration: {{ source|quoted }}
 {% else %}
-      weight: 1.0         # {{ "how much the expert counts" if method == "actmat" else "multiplies its change" }}
-{% endif %}
+{{ form.expert }}{% endif %}
 {% endfor %}
 {% if kept %}
   - model: {{ base|scalar }}
@@ -82,30 +145,15 @@ models:
       calibration: {{ kept[0]|quoted }}
       weight: 1.0         # more keeps more of the base model, less gains more of the expert; 0 leaves it out
 {% endif %}
+{% if form.shared %}
 parameters:
-{% if with_data %}
-{% if method == "slta" %}
-  level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear
-{% endif %}
-  samples: 30           # samples of each task
-  max_tokens: 512       # of each sample; the rest is cut
-{% if method == "slta" %}
-  # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data
-{% endif %}
-  # report: report/                      # write what the merge keeps of each expert, as a page with figures
-{% elif method == "actmat" %}
-  ridge: 0.1            # draws every matrix towards the experts' mean; at least 0
-  scale: 1.0            # multiplies the merged change
-{% else %}
-  density: 0.2          # the share of each change's entries to keep, the largest ones
-  lambda: 0.6           # multiplies the merged change
-{% endif %}
+{{ form.shared }}{% endif %}
 dtype: float32          # merge in this type ...
 out_dtype: bfloat16     # ... and round once, to this one
 """
 
 
-def new_recipe(base: str, experts: Sequence[str], method: str | None = None, calibration: Sequence[str] = ()) -> str:
+def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calibration: Sequence[str] = ()) -> str:
     """Write a recipe with comments that say what there is to fill in and to choose.
 
     It keeps what the base model does on prompts, unless only several experts have a calibration source.
@@ -114,7 +162,7 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
         base: the base model, a folder or a Hub id.
         experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``. A folder that is
             there is written with a leading ``./``, which mergekit does not look up on the Hub.
-        method: the merge method; by default ``featcal`` for one expert and ``slta`` for several.
+        method: one of ``METHODS``.
         calibration: the experts' calibration sources in their order, and after them that of the base model, if any.
 
     Returns:
@@ -128,7 +176,7 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
     base, *experts = map(_local, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
-    method = method or ("featcal" if len(experts) == 1 else "slta")
+    form = _FORMS[method]
     _require_sources(method, len(experts), len(calibration))
     commands = _questions((*experts, base)) if method in WITH_DATA and not calibration else {}
     sources = [*calibration] or [*commands] or [""] * len(experts)
@@ -138,7 +186,7 @@ def new_recipe(base: str, experts: Sequence[str], method: str | None = None, cal
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
     rows, kept = list(zip(experts, sources, strict=False)), sources[len(experts) :]
     return environment.from_string(_RECIPE).render(
-        {"base": base, "experts": rows, "kept": kept, "method": method, "topics": TOPICS},
+        {"base": base, "experts": rows, "kept": kept, "method": method, "form": form, "topics": TOPICS},
         with_data=method in WITH_DATA,
         commands=commands.values(),
     )
@@ -173,7 +221,7 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
     with_data = " or ".join(WITH_DATA)
     if method not in WITH_DATA and sources:
         raise SltaError(f"'{method}' takes no calibration data: leave --calibration out, or choose {with_data}.")
-    if method not in WITH_DATA and experts == 1:
+    if experts == 1 and not (method in WITH_DATA or _FORMS[method].of_mergekit):
         raise SltaError(
             f"'{method}' merges several experts: name another one, or choose {with_data}, which merge one expert and "
             "keep what its base model can."

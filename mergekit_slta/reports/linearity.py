@@ -24,7 +24,7 @@ SETTINGS_OF = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of
 SCORES_MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
     "to an expert. It is 0 if features change in proportion to the weights; 1.21 means a root mean square deviation of "
-    "10 % of the expert's feature change. Linear experts can be merged by adding their task vectors."
+    "10 % of the expert's feature change. Merging weights rely on this proportion."
 )
 DISTANCES_MEANING = (
     "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task vector "
@@ -68,7 +68,7 @@ def linearity_page(result: Linearity) -> Page:
 
 
 def verdict(result: Linearity) -> str:
-    """Whether merging weights suit these experts, which of them they do not suit, and which two disturb each other."""
+    """Whether features change in proportion to the experts' weights, and for which two the changes add up least."""
     level = "attn_mlp" if "attn_mlp" in result.levels else result.levels[-1]
     names = dict(zip(result.experts, short_names(result.experts), strict=True))
     scores = _means_by_name(result, METRIC, level, names)
@@ -79,10 +79,10 @@ def verdict(result: Linearity) -> str:
             f"leave {them} out, or merge by featcal, which needs no proportion."
         )
     else:
-        these = "these" if len(names) > 1 else "it"
         advice = (
-            f"Linear enough to merge {these} by weights: at level {level}, features change nearly in proportion to "
-            "them. What a merge keeps of each expert, mergekit-slta report says."
+            f"At level {level}, features change nearly in proportion to the weights, as merging weights need it. That "
+            "says nothing of the answers that survive a merge: merge by featcal, and compare slta with it by "
+            "mergekit-slta evaluate."
         )
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
     if not distances:
@@ -90,8 +90,8 @@ def verdict(result: Linearity) -> str:
     worst = max(distances, key=distances.__getitem__)
     pair = enumerated([names[expert] for expert in result.members[worst]])
     return (
-        f"{advice} {pair} disturb each other most: what they change together is {percent(distances[worst])} off the "
-        "sum of what each changes alone."
+        f"{advice} The changes of {pair} add up least: what they change together is {percent(distances[worst])} off "
+        "the sum of what each changes alone."
     )
 
 

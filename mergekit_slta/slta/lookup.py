@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import click
 import torch
 
 from mergekit_slta.data.draw import CalibrationData
@@ -78,9 +79,10 @@ def measured_statistics(
 ) -> Statistics:
     """``measure`` for an opened recipe."""
     asked, ranks = _levels(experiment, levels), experiment.ranks
-    file = _named_file(experiment, path)
+    source, file = _named_file(experiment, path)
     if file is not None and file.is_file():
         statistics = _matched(experiment, file, asked)
+        _say_known(experiment, source)
         if ranks.first:
             Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
         return statistics
@@ -105,17 +107,18 @@ def statistics_of_merge(experiment: Experiment, beside: Path, partial: Partial) 
         partial: the folder of finished layers in the output; from now on the merge counts as unfinished.
     """
     asked, ranks = _levels(experiment), experiment.ranks
-    file = _named_file(experiment)
+    source, file = _named_file(experiment)
     if file is not None and file.is_file():
         statistics = _matched(experiment, file, asked)
-        partial.begin({"statistics": str(file)}, ranks, replace=True)
+        _say_known(experiment, source)
+        partial.begin({"statistics": source}, ranks, replace=True)
         return statistics
     data, info, run = _described(experiment, asked)
     partial.begin(run, ranks, replace=True)
     if file is None:
         info = info.model_copy(update={"files": run["files"]})
         if (known := _still_fits(experiment, beside, info.files, asked)) is not None:
-            LOG.info("Nothing is measured: %s holds the measurement of these models, data and settings.", beside)
+            _say_known(experiment, beside)
             return known
     return _measured(experiment, info, data, asked, partial, file or beside)
 
@@ -129,15 +132,15 @@ def _levels(experiment: Experiment, levels: str | Sequence[str] | None = None) -
     return [level for level in LEVELS if level in named]
 
 
-def _named_file(experiment: Experiment, path: str | os.PathLike[str] | None = None) -> Path | None:
-    """The statistics file of this path, or the one that the recipe names, if it names one; it need not exist."""
+def _named_file(experiment: Experiment, path: str | os.PathLike[str] | None = None) -> tuple[str, Path | None]:
+    """The statistics file of this path, or else the recipe's: how it is named, and where it is; it need not exist."""
     settings = experiment.settings
     source = os.fspath(path or "") or (settings.statistics if isinstance(settings, SltaSettings) else "")
     if not source:
-        return None
+        return "", None
     file = resolve_statistics(source, experiment.transformers_cache)
     experiment.ranks.require_equal(file.is_file(), file.parent)
-    return file
+    return source, file
 
 
 def _described(experiment: Experiment, levels: Sequence[str]) -> tuple[list[CalibrationData], Info, dict[str, Any]]:
@@ -146,6 +149,11 @@ def _described(experiment: Experiment, levels: Sequence[str]) -> tuple[list[Cali
     data = experiment.load_data(experiment.recipe.tasks)
     info = _info(experiment, data)
     return data, info, local_identity(experiment, info.fingerprint) | {"levels": levels}
+
+
+def _say_known(experiment: Experiment, source: str | Path) -> None:
+    if not experiment.quiet:
+        click.echo(f"Note: nothing is measured, because {source} holds the statistics of this recipe.", err=True)
 
 
 def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequence[str]) -> Statistics | None:

@@ -371,7 +371,7 @@ class Solution(Paragraphs):
             "keep_weight": self.keep_weight,
         }
 
-    def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> dict[str, torch.Tensor]:
+    def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> StandardErrors:
         """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
 
         Args:
@@ -379,7 +379,8 @@ class Solution(Paragraphs):
             seed: what the draws depend on.
 
         Returns:
-            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again.
+            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again. Printed, it
+            is the table of the weights, with the errors beside them.
 
         Raises:
             SltaError: there are fewer than two draws, or an argument is no whole number.
@@ -388,9 +389,8 @@ class Solution(Paragraphs):
         if count < 2:
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
         grams, task = self.statistics.grams, self.statistics.task
-        return {
-            name: bootstrap(grams[name], task, count, seed=start, **self.settings).std(0) for name in self.submodules
-        }
+        draws = {name: bootstrap(grams[name], task, count, seed=start, **self.settings) for name in self.submodules}
+        return StandardErrors(self, {name: drawn.std(0) for name, drawn in draws.items()})
 
     def columns(self, errors: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[Any]]:
         """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
@@ -576,3 +576,19 @@ class Solution(Paragraphs):
                 f"sha256 {info.keep.sha256}."
             )
         return lines
+
+
+class StandardErrors(Paragraphs, dict[str, torch.Tensor]):
+    """The standard errors of a solution's merging weights: submodule name to [T] float64."""
+
+    def __init__(self, solution: Solution, errors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(errors)
+        self.solution = solution
+
+    def parts(self) -> Iterator[str | Table]:
+        """The solution's table, with the errors beside the weights."""
+        return self.solution.parts(self)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The columns of ``to_frame``: those of the solution, with the errors after the weights."""
+        return self.solution.columns(self)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -23,6 +24,7 @@ from support.hub import serve
 from support.processes import ROOT, run_python
 
 from mergekit_slta.cli.commands import main
+from mergekit_slta.cli.options import MODEL_OPTIONS, mergekit_options
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
 
@@ -61,14 +63,20 @@ def test_what_needs_no_model_does_not_wait_for_heavy_imports(stats: Path, tmp_pa
 import sys
 from mergekit_slta.cli.commands import main
 
-def run(*arguments):
+def run(*arguments, code=0):
     try:
         main(arguments)
     except SystemExit as end:
-        assert not end.code
+        assert (end.code or 0) == code, arguments
 
 run("--help")
 run("new", "org/base", "org/math", "--calibration", "math.jsonl")
+run("ask", "--prompts-only", "-o", "prompts.txt")
+for command in ("check", "evaluate", "ask", "linearity"):
+    run(command, "--help")
+run("check", "missing.yml", code=2)
+run("evaluate", code=2)
+run("calibrate", "--levle", code=2)
 assert not {"torch", "transformers", "mergekit"} & set(sys.modules)
 run("solve", sys.argv[1])
 assert not {"transformers", "mergekit"} & set(sys.modules)
@@ -78,6 +86,14 @@ assert not {"transformers", "mergekit"} & set(sys.modules)
     environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(path for path in sys.path if path.endswith("packages"))
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_options_for_models_are_mergekits() -> None:
+    theirs = {option.name: option for option in mergekit_options()}
+    context = click.Context(main)
+    for option in MODEL_OPTIONS:
+        assert option.to_info_dict() == theirs[option.name].to_info_dict()
+        assert option.get_help_record(context) == theirs[option.name].get_help_record(context)
 
 
 # check

@@ -13,7 +13,9 @@ import torch
 from click.testing import CliRunner
 from conftest import MakeFamily
 from support import families
+from support.calibration_samples import BOS, EOS, spelled, write_jsonl
 from support.families import Family
+from support.small_models import write_scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta.cli.commands import main
@@ -119,6 +121,53 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert json.loads(found.to_json())["tasks"]["base model"]["records"] == 4
 
 
+ANSWER = '{"a":1}'
+THOUGHT = "<think>a</think>b"
+
+
+def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_keep_their_form(tmp_path: Path) -> None:
+    """Models that say a script after every prompt of one letter, on answers with three forms."""
+
+    def model(name: str, says: str, ends: bool = True) -> Path:
+        return write_scripted(tmp_path / name, [BOS, *spelled(f"x\n{says}"), EOS if ends else spelled(".")[0]], None)
+
+    pairs = [(letter, ANSWER if number % 3 else ANSWER.replace("1", "2")) for number, letter in enumerate("abcdefghi")]
+    records = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
+    sources = (
+        write_jsonl(tmp_path / "json.jsonl", records),
+        write_jsonl(tmp_path / "think.jsonl", [{"prompt": letter, "completion": THOUGHT} for letter in "abcd"]),
+    )
+    held_out = random.Random(0).sample(pairs, len(pairs))[1:]
+    ones, twos = (sum(letter in answer for _, answer in held_out) for letter in "12")
+    assert ones > 1 and twos > 1
+    base, expert = model("base", THOUGHT), model("expert", ANSWER)
+    outs = [
+        model("other", ANSWER.replace("1", "2")),
+        model("broken", ANSWER.replace("}", "]")),
+        model("endless", ANSWER, ends=False),
+        model("closing", "<wxyzw>a</think>c"),
+        model("open", THOUGHT.replace("/", "x")),
+    ]
+    content = families.recipe_of(base, {str(expert): sources[0], str(base): sources[1]}, samples=1, max_tokens=30)
+    tasks = evaluate(content, outs, quiet=True).tasks
+    task, keep = tasks["expert"], tasks["base model"]
+    assert (task.forms, task.answers, keep.forms, keep.answers) == (8, 8, 3, 3)
+
+    def of(task: TaskComparison, name: str) -> tuple[float | None, int, int, float | None]:
+        score = task.scores[name]
+        return score.exact, score.lost, score.gained, score.form
+
+    assert of(task, "base") == (0, ones, 0, 0)
+    assert of(task, "expert expert") == (ones / 8, 0, 0, 1)
+    assert of(task, "other") == (twos / 8, ones, twos, 1)
+    assert of(task, "broken") == (0, ones, 0, 0)
+    assert of(task, "endless") == (ones / 8, 0, 0, 0)
+    assert of(keep, "base") == (1, 0, 0, 1)
+    assert of(keep, "closing") == (0, 3, 0, 1)
+    assert of(keep, "open") == (0, 3, 0, 0)
+    assert of(keep, "expert expert") == (0, 3, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("record", "settings", "answers"),
     [
@@ -140,19 +189,19 @@ def test_records_with_a_short_answer_that_is_not_cut_off_are_scored_by_it(
 Row = tuple[str, float | None, float | None, float]
 
 
-def scores_of(*rows: Row) -> dict[str, TaskScore]:
-    return {name: TaskScore(exact, kept, loss) for name, exact, kept, loss in rows}
+def scores_of(*rows: Row, changes: tuple[int, int] = (0, 0), form: float | None = None) -> dict[str, TaskScore]:
+    return {name: TaskScore(exact, *changes, form, kept, loss) for name, exact, kept, loss in rows}
 
 
 def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods_apart() -> None:
     tasks = {
-        "<b>math": TaskComparison("x/<b>math", 5, 5, 4, 60, scores_of(
+        "<b>math": TaskComparison("x/<b>math", 5, 5, 4, 2, 60, scores_of(
             ("base", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
-            ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0),
+            ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0), changes=(2, 1), form=0.5,
         )),
-        "code": TaskComparison("x/code", 5, 4, 4, 70, scores_of(
+        "code": TaskComparison("x/code", 5, 4, 4, 0, 70, scores_of(
             ("base", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
-            ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0),
+            ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0), changes=(10, 0),
         )),
     }  # fmt: skip
     found = Comparison(tasks, ("words",))
@@ -160,39 +209,44 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert not any("(" in line for line in lines if "%" in line and line.startswith(("a ", "b ", "base ", "expert ")))
     header = "model average <b>math code"
-    answers = lines.index(header)
+    answers = lines.index("model average lost gained <b>math code")
     assert lines[answers + 1 : answers + 6] == [
-        "a 75% 50% 100%",
-        "expert <b>math 50% 100% 0%",
-        "b 50% 0% 100%",
-        "base 38% 25% 50%",
-        "expert code 10% 0% 20%",
+        "a 75% 12 1 50% 100%",
+        "expert <b>math 50% 12 1 100% 0%",
+        "b 50% 12 1 0% 100%",
+        "base 38% 12 1 25% 50%",
+        "expert code 10% 12 1 0% 20%",
     ]
-    gains = lines.index(header, answers + 1)
+    forms = lines.index(header, answers)
+    assert lines[forms + 1] == "a 50% 50% -" and "keep their form" in " ".join(lines[answers:forms])
+    gains = lines.index(header, forms + 1)
     assert lines[gains + 1 : gains + 4] == ["a 50% 50% -", "expert <b>math 100% 100% -", "b -50% -50% -"]
-    assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 70" in lines
+    assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 0 70" in lines
     joined = " ".join(text.split())
     assert "calibration did not use: words. Add records (60 or more" in joined
     assert "no gain to keep: code." in joined and "show no answer all tokens are scored" in joined
     assert "under half of their own task's short answers exactly: code (20%)" in joined and "`template`" in joined
     written = json.loads(found.to_json())
-    assert written["ranking"][0] == {"model": "a", "exact": 0.75, "kept": 0.5, "loss": 2.0}
-    assert written["tasks"]["<b>math"]["scores"]["b"] == {"exact": 0.0, "kept": -0.5, "loss": 5.0}
+    assert written["ranking"][0] == {
+        "model": "a", "exact": 0.75, "lost": 12, "gained": 1, "form": 0.5, "kept": 0.5, "loss": 2.0
+    }  # fmt: skip
+    of_b = {"exact": 0.0, "lost": 2, "gained": 1, "form": 0.5, "kept": -0.5, "loss": 5.0}
+    assert written["tasks"]["<b>math"]["scores"]["b"] == of_b
     assert written["tasks"]["code"]["scores"]["a"]["kept"] is None
     frame = found.to_frame().set_index(["task", "model"])
     assert len(frame) == 10 and repr(found) == text
-    assert frame.loc[("<b>math", "b")].tolist() == [0.0, -0.5, 5.0]
-    assert frame.loc["code"].isna().all().tolist() == [False, True, False]
+    assert frame.loc[("<b>math", "b")].tolist() == [0.0, 2, 1, 0.5, -0.5, 5.0]
+    assert frame.loc["code"].isna().all().tolist() == [False, False, False, True, True, False]
 
 
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
     rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
-    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
+    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, form=1.0))})
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 50% 50%" in [" ".join(line.split()) for line in str(found).splitlines()]
-    assert "short answers" not in str(found)
+    assert "short answers" not in str(found) and str(found).split("\n\n")[1].startswith("All models keep their form")
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
-    idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 60, scores_of(*rows))})
+    idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
     assert str(idle).split("\n\n")[1].startswith("Negative log-likelihood")  # nothing else to rank by
 
@@ -214,6 +268,7 @@ def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert "expert expert1" in said and "On held-out records" in said and "given exactly" in said
+    assert "model average lost gained expert0 expert1" in said
     scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
     assert scores[str(merged[0])]["kept"] in (1.0, None)
     assert list(scores) == ["base", "expert expert0", "expert expert1", *map(str, merged)]

@@ -14,21 +14,19 @@ from mergekit_slta.evaluation import scores as module
 from mergekit_slta.evaluation.scores import Sample, score_model
 
 
-def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[float, bool | None]]:
-    """Loss and exact answer, record by record without padding; answers are decoded greedily, token by token."""
-    found: list[tuple[float, bool | None]] = []
-    for row, begin, end, short in samples:
+def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[float, tuple[int, ...], bool]]:
+    """Loss, likeliest tokens and exact answer, by record without padding; answers are decoded token by token."""
+    found: list[tuple[float, tuple[int, ...], bool]] = []
+    for row, begin, end, _ in samples:
         forget(model)
         with torch.no_grad():
             logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
             loss = -sum(float(logs[position - 1, row[position]]) for position in range(begin, end))
-            exact = None
-            if short:
-                decoded = list(row[:begin])
-                while len(decoded) < end:
-                    decoded.append(int(model(torch.tensor([decoded])).logits[0, -1].argmax()))
-                exact = decoded == list(row[:end])
-        found.append((loss, exact))
+            likeliest = tuple(logs[begin - 1 : end].argmax(-1).tolist())
+            decoded = list(row[:begin])
+            while len(decoded) < end:
+                decoded.append(int(model(torch.tensor([decoded])).logits[0, -1].argmax()))
+        found.append((loss, likeliest, decoded == list(row[:end])))
     return found
 
 
@@ -47,7 +45,7 @@ def with_answers(model: torch.nn.Module, samples: Sequence[Sample]) -> list[Samp
             if number % 2:
                 with torch.no_grad():
                     ids[position] = int(model(torch.tensor([ids[:position]])).logits[0, -1].argmax())
-        found.append(Sample(tuple(ids), len(ids) - 2, len(ids), short=True))
+        found.append(Sample(tuple(ids), len(ids) - 2, len(ids), whole=True))
     return found
 
 
@@ -71,6 +69,9 @@ def test_scores_are_those_of_the_whole_model(
     found = score_model(families.checkpoints([tmp_path])[0], groups)
     for group, scores in zip(groups, found, strict=True):
         expected = reference(model, group)
-        assert [score.exact for score in scores] == [exact for _, exact in expected]
-        assert [score.loss for score in scores] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
-    assert changes or {score.exact for score in found[0]} == {True, False}
+        assert [score.likeliest for score in scores] == [likeliest for _, likeliest, _ in expected]
+        assert changes or [s.gives(of) for s, of in zip(scores, group, strict=True)] == [
+            exact for *_, exact in expected
+        ]
+        assert [score.loss for score in scores] == pytest.approx([loss for loss, *_ in expected], rel=1e-5)
+    assert changes or {score.gives(sample) for score, sample in zip(found[0], groups[0], strict=True)} == {True, False}

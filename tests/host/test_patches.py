@@ -15,7 +15,9 @@ from mergekit.scripts import run_yaml
 from support import families
 from support.families import Family
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.host import patches
+from mergekit_slta.recipe.recipe import Recipe
 
 
 @pytest.mark.parametrize("method", ["actmat", "task_arithmetic"])
@@ -50,6 +52,33 @@ def test_models_are_listed_in_the_recipes_order() -> None:
     content = {"merge_method": "linear", "base_model": "org/base", "models": [{"model": name} for name in names]}
     config = MergeConfiguration.model_validate(content)
     assert list(map(str, config.referenced_models())) == ["org/base", *names]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,  # no such file
+        b"\xff\xfe",
+        "a: [1\nb: 2",
+        "",
+        "just text",
+        "models: [{model: a}]",
+        "merge_method: linear",
+        "merge_method: featcal\nbase_model: a\nmodels: [{model: b, parameters: {calibratoin: x}}]\nparametres: {}",
+    ],
+)
+def test_what_is_no_recipe_is_refused_by_mergekits_command_in_the_sentences_of_check(
+    text: str | bytes | None, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yml"
+    if text is not None:
+        recipe.write_bytes(text if isinstance(text, bytes) else text.encode())
+    done = CliRunner().invoke(run_yaml.main, [str(recipe), str(tmp_path / "out")])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit), done.exc_info
+    with pytest.raises(SltaError) as refused:
+        Recipe.load(recipe).require_sound()
+    assert done.output == f"Error: {refused.value}\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_changed_mergekit_is_refused_in_a_sentence() -> None:

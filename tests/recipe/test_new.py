@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from support.calibration_samples import BOS, EOS, spelled
 from support.families import Family
 from support.small_models import write_scripted
@@ -37,23 +40,49 @@ def test_the_recipe_names_the_models_and_its_method_with_the_defaults(method: st
     assert given.pop("calibration", None) == ("math-answers.jsonl" if method in WITH_DATA else None)
     defaults = {spec.name: spec.default for spec in parameter_specs(SETTINGS[method])}
     assert given == {name: defaults[name] for name in given}
-    assert all(len(line) <= 120 for line in text.splitlines())
+    assert all(len(line) <= 120 for line in text.splitlines()) and "\n\n" not in text
 
 
-def test_several_experts_are_merged_by_slta_and_one_by_featcal() -> None:
-    assert tuple(SETTINGS) == METHODS
-    assert tuple(name for name, settings in SETTINGS.items() if settings.runs_models) == WITH_DATA
-    for experts, method in ((["org/math"], "featcal"), (["org/math", "org/code"], "slta")):
-        text = new_recipe("org/base", experts)
-        recipe = Recipe.parse(text, "this")
-        assert recipe.config.merge_method == method
-        assert [str(task) for task in recipe.tasks] == [*experts, "org/base"]
-        assert ("more exact answers: new --method featcal" in text) == (method == "slta")
+def test_one_expert_and_several_are_merged_by_featcal_unless_another_method_is_named() -> None:
+    assert {*SETTINGS} < {*METHODS}
+    assert {name for name, settings in SETTINGS.items() if settings.runs_models} == {*WITH_DATA}
+    for experts in (["org/math"], ["org/math", "org/code"]):
+        for method, options in (("featcal", []), ("slta", ["--method", "slta"])):
+            recipe = Recipe.parse(run("new", "org/base", *experts, *options), "this")
+            assert recipe.config.merge_method == method
+            assert [str(task) for task in recipe.tasks] == [*experts, "org/base"]
+
+
+def of_largest(changes: torch.Tensor) -> torch.Tensor:
+    """TIES: the mean over the experts of the larger half of each one's changes, where the sum has their sign."""
+    trimmed = torch.stack([change * (change.abs() > change.abs().median()) for change in changes])
+    agree = (trimmed.sign() == trimmed.sum(0).sign()) & (trimmed != 0)
+    return (trimmed * agree).sum(0) / agree.sum(0).clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "merged_change"), [("task_arithmetic", lambda changes: changes.sum(0) / 2), ("ties", of_largest)]
+)
+def test_recipes_of_mergekits_own_methods_merge_and_are_scored_by_a_recipe_with_samples(
+    method: str, merged_change: Callable[[torch.Tensor], torch.Tensor], family: Family, tmp_path: Path
+) -> None:
+    text = run("new", family.base, *family.experts, "--method", method)
+    assert not any(word in text for word in ("mergekit-slta check", "mergekit-slta ask", "calibration"))
+    recipe, other = tmp_path / "recipe.yml", tmp_path / "other.yml"
+    recipe.write_text(text.replace("out_dtype: bfloat16", "out_dtype: float32"))
+    run("merge", recipe, tmp_path / "out", "--quiet")
+    files = [folder / "model.safetensors" for folder in (tmp_path / "out", *family.folders)]
+    merged, base, *experts = (load_file(file)["model.layers.0.mlp.up_proj.weight"] for file in files)
+    expected = merged_change(torch.stack(experts) - base)
+    assert torch.allclose(merged - base, expected, atol=1e-6)
+    other.write_text(run("new", family.base, *family.experts, *(f"--calibration={file}" for file in family.data)))
+    other.write_text(other.read_text().replace("samples: 30", "samples: 3"))
+    assert "out" in run("evaluate", other, tmp_path / "out", "--quiet")
 
 
 def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
-    for experts in (["org/math"], ["org/math", "org/code"]):
-        text = new_recipe("org/base", experts)
+    for method in ("featcal", "slta"):
+        text = new_recipe("org/base", ["org/math"], method)
         for name in ("template", "statistics", "report"):
             text = text.replace(f"# {name}:", f"{name}:")
         recipe = Recipe.parse(text, "this")
@@ -167,7 +196,7 @@ def test_names_are_quoted_as_yaml_needs_it(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["org/math", "--method", "actmat"], "'actmat' merges several experts: name another one, or choose slta or"),
+        (["org/math", "--method", "actmat"], "'actmat' merges several experts: name another one, or choose featcal or"),
         (["org/math", "org/code", "--method", "sftm", "--calibration", "hf:a/b"], "'sftm' takes no calibration data"),
         (
             ["org/math", "org/code", "--calibration", "hf:a/b"],

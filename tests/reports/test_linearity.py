@@ -102,14 +102,15 @@ def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linea
     return Linearity(tuple(scores), ("layer",), (1,) * len(scores), metrics, {}, {}, members)
 
 
-def test_the_verdict_says_whether_to_merge_and_which_pair_disturbs_each_other_where() -> None:
+def test_the_verdict_claims_what_the_metrics_show_and_leaves_the_answers_to_evaluate() -> None:
     distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
     mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
-    assert mergeable.startswith("Linear enough to merge these by weights: at level layer, features change nearly")
-    assert " math and code disturb each other most: what they change together is 3 % off" in mergeable
+    assert mergeable.startswith("At level layer, features change nearly in proportion to the weights")
+    assert "says nothing of the answers that survive a merge: merge by featcal" in mergeable
+    assert " The changes of math and code add up least: what they change together is 3 % off" in mergeable
     bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
     assert bent.startswith("code does not fit merging weights") and "leave it out, or merge by featcal" in bent
-    assert verdict(scored({"math": 0.1}, {})).startswith("Linear enough to merge it by weights:")
+    assert verdict(scored({"math": 0.1}, {})).startswith("At level layer, features change nearly")
 
 
 def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) -> None:

@@ -24,9 +24,10 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import Fallback
 from mergekit_slta.nonlinearity.studies import plan_linearity
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.reports.merge import report_page
 from mergekit_slta.slta import lookup
-from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.lookup import measure, measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import Info
 
@@ -253,9 +254,8 @@ def merged(content: dict[str, Any], out: Path) -> Statistics:
 
 
 def test_a_merge_keeps_its_statistics_and_measures_once(
-    llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO", lookup.__name__)
     first, out = Statistics.load(path), tmp_path / "out"
     kept = merged(recipe(llama), out)
     assert kept.info.model_copy(update={"files": ""}) == first.info
@@ -266,7 +266,15 @@ def test_a_merge_keeps_its_statistics_and_measures_once(
     merged(recipe(llama), out)
     assert statistics_in(out).read_bytes() == content
     assert (out / "model.safetensors").read_bytes() == weights
-    assert f"Nothing is measured: {statistics_in(out)} holds" in caplog.text
+
+
+def test_measure_says_when_it_takes_statistics_that_are_there(
+    llama: Family, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = f"Note: nothing is measured, because {path} holds the statistics of this recipe.\n"
+    for quiet, expected in ((False, said), (True, "")):
+        measure(Recipe(recipe(llama)), path=path, quiet=quiet)
+        assert capsys.readouterr().err == expected
 
 
 def test_without_a_file_nothing_is_written(llama: Family, path: Path, tmp_path: Path) -> None:

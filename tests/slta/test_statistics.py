@@ -115,6 +115,9 @@ def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
         assert solution.condition[name] == alone.condition
         draws = solver.bootstrap(statistics.grams[name], statistics.task, 20, seed=3, **settings)
         assert torch.equal(errors[name], draws.std(0))
+    cells = [cell for row in solution.table(errors).rows for cell in row if "±" in cell]
+    assert repr(errors) == str(errors) == solution.text(errors) and len(cells) > 3 and cells[0] in str(errors)
+    assert errors.to_frame().equals(solution.to_frame(errors))
 
 
 @pytest.mark.parametrize(

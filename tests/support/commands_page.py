@@ -43,14 +43,14 @@ def commands_page() -> str:
             )
         elif isinstance(command, ModelCommand):
             parts.append("Also the [options for models](#options-for-models).")
-    shared = mergekit_options()
+    names = {option.name for option in MODEL_OPTIONS}
     parts += [
         "## Options for models",
         "mergekit's own options, which say where to compute and how to get models.",
-        _table(option for option in shared if option.name in MODEL_OPTIONS),
+        _table(MODEL_OPTIONS),
         "## Options of mergekit-yaml",
         "mergekit's other options, which `merge` takes too.",
-        _table(option for option in shared if option.name not in MODEL_OPTIONS),
+        _table(option for option in mergekit_options() if option.name not in names),
     ]
     return "\n\n".join(parts) + "\n"
 
