@@ -167,24 +167,6 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     assert padding_matters(decoder, (3, 5))
 
 
-def test_layers_of_other_shapes_are_of_another_kind() -> None:
-    class Model(transformers.LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model.layers[2].mlp.up_proj = torch.nn.Linear(32, 48, bias=True)
-
-    decoder = trace_model(on_meta(Model, families.config_of("llama", num_hidden_layers=4)))
-    assert decoder.one_of_each_kind() == [0, 2]
-    assert decoder.structures[0] is decoder.structures[1] is decoder.structures[3] is not decoder.structures[2]
-
-
-def test_tied_weights_are_read_once() -> None:
-    for tied in (True, False):
-        _, decoder, _ = opened(families.config_of("llama", tie_word_embeddings=tied))
-        heads = [name for name in decoder.edge_tensors if "lm_head" in name or "embed" in name]
-        assert len(heads) == (1 if tied else 2)
-
-
 def test_a_norm_inside_attention_belongs_to_attention() -> None:
     closed = small_decoder("blip", "BlipForConditionalGeneration")  # a child of it is called output
     found = closed.structures[0]
