@@ -37,8 +37,6 @@ def main(folder: Path, real: Path | None = None) -> None:
         with Image.open(whole) as shot:
             _save(shot, "report.png")
         whole.unlink()
-        with Image.open(folder / "alpha.png") as drawn:
-            _save(drawn, "quickstart-alpha.png")
         os.chdir(folder)  # where the recipes' paths begin
         data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
         _draw(out, "./family/base", data, data["./family/words"], statistics)
@@ -84,6 +82,7 @@ def _draw_real(folder: Path, out: Path) -> None:
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
     statistics = slta.measure(_recipe("../base", data), quiet=True)
     _draw(out, "../base", data, "../base.jsonl", statistics)
+    (out / "distances-1.png").unlink()  # as that of the tiny expert
 
 
 def _save(picture: Image.Image, name: str) -> None:

@@ -1,0 +1,120 @@
+"""The README's chart and the picture of least squares, drawn into docs/.
+
+    python tests/benchmarks/chart.py
+
+The scores in ``scores.json`` were printed by the commands that it names, as means and deviations.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mergekit_slta import files
+from mergekit_slta.figures import AXIS, COLOURS, DOTS_PER_INCH, INK, STYLE, Picture
+
+SCORES = Path(__file__).with_name("scores.json")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BLUE, ORANGE, GREEN = COLOURS[:3]
+LIGHT, MIDDLE = "#d5d5d5", "#9a9a9a"
+MERGES = {
+    "experts": ("each expert alone", LIGHT),
+    "best": ("mergekit's best method", MIDDLE),
+    "slta": ("slta", BLUE),
+    "actmat": ("actmat", BLUE),
+    "featcal": ("featcal", BLUE),
+}
+
+
+def main() -> None:
+    """Draw both pictures."""
+    content = json.loads(SCORES.read_text())
+    files.write(DOCS / "scores.png", scores_chart(content).png())
+    files.write(DOCS / "figures" / "least-squares.png", least_squares().png())
+
+
+def scores_chart(content: dict[str, Any]) -> Picture:
+    """Right answers of merges, and what one merge with the base model keeps, in three panels side by side."""
+    with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
+        figure = Figure(figsize=(11.0, 3.5), dpi=DOTS_PER_INCH, layout="constrained")
+        left, middle, right = figure.subplots(1, 3)
+        for ax, group in zip((left, middle), content["merged"], strict=True):
+            _merged(ax, group)
+        middle.set_yticklabels([])
+        _kept(right, content["kept"])
+        figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, handlelength=1)
+        return Picture(figure)
+
+
+def _merged(ax: Axes, group: dict[str, Any]) -> None:
+    labels, colours = zip(*MERGES.values(), strict=True)
+    rows = [group["scores"][name] for name in MERGES]
+    means, deviations = [row["mean"] for row in rows], [row.get("deviation", np.nan) for row in rows]
+    drawn = ax.barh(labels, means, color=colours, height=0.7, xerr=deviations, error_kw={"elinewidth": 1, "capsize": 3})
+    said = [
+        _number(row["mean"]) + (f" ± {row['deviation']:.1g}" if "deviation" in row else "") + row.get("note", "")
+        for row in rows
+    ]
+    ax.bar_label(drawn, said, padding=5, fontsize=9)
+    _frame(ax, group)
+    ax.set_xlabel("right answers, average of three tasks")
+
+
+def _kept(ax: Axes, group: dict[str, Any]) -> None:
+    series = (("the expert's task", BLUE), ("the base model's instructions", ORANGE))
+    for i, (label, colour) in enumerate(series):
+        places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
+        values = [scores[i] for scores in group["scores"].values()]
+        drawn = ax.barh(places, values, color=colour, height=0.34, label=label)
+        ax.bar_label(drawn, list(map(_number, values)), padding=5, fontsize=9)
+    ax.set_yticks(range(len(group["scores"])), list(group["scores"]))
+    _frame(ax, group)
+    ax.set_xlabel("right answers")
+
+
+def _frame(ax: Axes, group: dict[str, Any]) -> None:
+    ax.set_title(f"{group['family']}\n{group['detail']}")
+    ax.set_xlim(0, 1.4)
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+
+
+def _number(value: float) -> str:
+    return f"{value + 1e-9:.2f}"  # a half rounds up
+
+
+def least_squares() -> Picture:
+    """Two experts' versions of a matrix with one row of two numbers, weighted sums of them, and the least squares."""
+    base, first, second = np.array([0.0, 0.0]), np.array([2.2, 0.7]), np.array([0.9, 2.3])
+    inputs = np.array([first, second])  # what each expert's prompts give the matrix; a fine-tune moves along its inputs
+    solved = np.linalg.solve(inputs, [inputs[0] @ first, inputs[1] @ second])
+    with matplotlib.rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(6.2, 4.4), dpi=DOTS_PER_INCH, layout="constrained")
+        ax: Any = figure.subplots()
+        for expert, across, colour, name in ((first, inputs[0], BLUE, "A"), (second, inputs[1], ORANGE, "B")):
+            along = np.array([-across[1], across[0]]) / np.linalg.norm(across)
+            ends = np.array([expert + length * along for length in (-4, 4)])
+            ax.plot(*ends.T, color=colour, label=f"answers expert {name}'s prompts as expert {name} does")
+            ax.annotate("", expert, base, arrowprops={"arrowstyle": "->", "color": colour, "linestyle": "--"})
+            ax.plot(*expert, "o", color=colour, markersize=8)
+            ax.annotate(f"expert {name}", expert, (8, -4), textcoords="offset points")
+        sums = np.array([first, (first + second) / 2, second])
+        ax.plot(*sums.T, ":", color=AXIS, label="weighted averages of the experts")
+        ax.plot(*base, "o", color=INK, markersize=8)
+        ax.annotate("base model", base, (8, -12), textcoords="offset points")
+        ax.plot(*solved, "*", color=GREEN, markersize=16, label="least squares: answers both")
+        ax.set(xlim=(-0.4, 3.4), ylim=(-0.5, 2.9), aspect="equal", xticks=[], yticks=[])
+        ax.set(xlabel="first number of the matrix", ylabel="second number of the matrix")
+        figure.legend(loc="outside upper left", ncols=2, fontsize=9)
+        return Picture(figure)
+
+
+if __name__ == "__main__":
+    main()

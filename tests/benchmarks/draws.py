@@ -1,0 +1,53 @@
+"""Right answers on the quickstart's family with several draws of the calibration prompts, as JSON.
+
+    python tests/benchmarks/draws.py
+
+Merges the family in ``examples/family`` by ``featcal`` and ``slta`` with 3 and with 30 prompts per task, once for each
+seed, which draws new prompts; seed 0 draws the quickstart's. Prints the average over the three tasks of every merge, in
+the order of the seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+import torch
+from common import CACHE, be_quiet
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import family
+import quickstart
+
+METHODS = ("featcal", "slta attn_mlp")
+SAMPLES = (3, 30)
+
+
+@click.command()
+@click.option("--seed", "seeds", multiple=True, type=int, default=list(range(10)), show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "draws")
+def main(seeds: tuple[int, ...], out: Path) -> None:
+    """Merge the shipped family with each draw of prompts, and print the averages."""
+    be_quiet()
+    torch.set_num_threads(1)
+    models = family.copy_shipped(out / "family")
+    recipes = quickstart.recipes(models, out, ())
+    scores: dict[str, list[float]] = {}
+    for seed in seeds:
+        for task, path in models.calibration.items():
+            family.write_calibration(path, task, seed)
+        for method in METHODS:
+            recipe = recipes[method]
+            recipe["parameters"].pop("statistics", None)
+            for samples in SAMPLES:
+                recipe["parameters"]["samples"] = samples
+                merged = quickstart.merge(out, f"{method} {samples}", recipe, 0)
+                average = quickstart.average(family.evaluate(merged))
+                scores.setdefault(f"{method} {samples}", []).append(round(average, 3))
+    click.echo(json.dumps({"benchmark": "draws", "seeds": seeds, **scores}))
+
+
+if __name__ == "__main__":
+    main()
