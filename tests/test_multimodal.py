@@ -25,7 +25,7 @@ from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mergekit_slta.models.merged_adapters import merge_adapter
+from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.slta.statistics import Statistics
 
 SCALE = 0.2  # of the task vectors: features are rounded alike whatever it is, so their deltas are known better

@@ -23,7 +23,7 @@ from mergekit_slta.data.draw import CalibrationSource
 from mergekit_slta.data.prompts import general_prompts
 from mergekit_slta.data.records import CHAT_FIELDS, Record, in_a_list
 from mergekit_slta.data.sources import read_records
-from mergekit_slta.engine.progress import progress_bar
+from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.errors import SltaError, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened

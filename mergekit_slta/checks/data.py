@@ -22,7 +22,7 @@ from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.matching import match
+from mergekit_slta.slta.lookup import match
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
 from mergekit_slta.words import counted

@@ -16,10 +16,9 @@ from mergekit_slta.checks import data, models, space, tensors, tokenizers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.featcal.solved import require_solvable
-from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import listed
-from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
@@ -86,7 +85,7 @@ def check(
     except SltaError as error:
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
-    coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
+    coarser = experiment.decoder.fallbacks(settings.level) if isinstance(settings, SltaSettings) else []
     shown = [drawn.example for drawn in experiment.drawn.values()]
     notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), space.needs(experiment))

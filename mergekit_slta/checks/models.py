@@ -14,11 +14,10 @@ from peft.tuners.tuners_utils import BaseTuner
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
-from mergekit_slta.models.fingerprint import computation
+from mergekit_slta.models.adapters import NO_FOLDER, adapted, adapter_folder, adapter_headers, names_in, target_of
+from mergekit_slta.models.fingerprint import adapter_settings, computation
 from mergekit_slta.models.headers import Model, listed, weight_files
-from mergekit_slta.models.merged_adapters import NO_FOLDER, adapted, names_in, target_of
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.layout import meta_model
 from mergekit_slta.recipe.experiment import Experiment
 
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")

@@ -232,7 +232,7 @@ def _write_recipe(
     """Write a plain recipe and return the option that mergekit-yaml needs to run it, if any."""
     from mergekit.common import ModelReference
 
-    from mergekit_slta.models.merged_adapters import adapter_option
+    from mergekit_slta.models.adapters import adapter_option
 
     used = (base, *solution.models)
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)

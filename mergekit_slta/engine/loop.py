@@ -14,20 +14,83 @@ loop knows none of them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
+from tqdm import tqdm
 
-from mergekit_slta.engine.accumulator import Accumulator, Progress, Result
-from mergekit_slta.engine.batches import decoder_batches, fitting_batch
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.reader import Reader
-from mergekit_slta.engine.streams import Streams
+from mergekit_slta.engine.precision import exact_products
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch, takes_little
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.products import exact_products
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import Weights, routed_tensors
+from mergekit_slta.models.checkpoint import Checkpoint
 
 LOG = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Tensors = Mapping[str, torch.Tensor]
+# Called with the number of this process's samples that have passed another step.
+Progress = Callable[[int], object]
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+
+
+@dataclass
+class Accumulator(ABC, Generic[Result]):
+    """A method: the streams that it follows, and its computation in each layer.
+
+    Attributes:
+        decoder: the models' common decoder.
+        models: the models whose layers are read.
+        tasks: the token ids of each task's samples; there may be more tasks than experts.
+        ranks: the processes that share the batches.
+    """
+
+    decoder: Decoder
+    models: Sequence[Checkpoint]
+    tasks: Tasks
+    ranks: Ranks
+
+    @abstractmethod
+    def sources(self) -> Sequence[Sequence[Source]]:
+        """For each hidden-state stream, the model that embeds the samples of each task."""
+
+    @abstractmethod
+    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+        """Run a layer on every batch, and set its output on every stream; called again after memory ran out.
+
+        Args:
+            weights: the layer's tensors of each model.
+            streams: the hidden states before the layer.
+
+        Returns:
+            The tensors of the layer's file, the same on all ranks.
+        """
+
+    def shapes(self, layer: int) -> Mapping[str, Sequence[int]]:
+        """The names and shapes of tensors without which a layer's file is computed again."""
+        return {}
+
+    def repeat_layer(
+        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+    ) -> None:
+        """Set the output of a finished layer on every stream, given the tensors ``found`` in the layer's file."""
+        raise NotImplementedError("a method whose layers are written repeats them")
+
+    @abstractmethod
+    def finish(self, streams: Streams, report: Progress) -> Result:
+        """The result, with the hidden states after the last layer at hand."""
 
 
 @torch.no_grad()
@@ -86,7 +149,8 @@ def _run(accumulator: Accumulator[Result], positions: int, partial: Partial | No
         ranks.require_equal(len(finished), partial.folder)
     batches = decoder_batches(decoder, accumulator.tasks, positions, ranks)
     streams = Streams(decoder, accumulator.sources(), batches)
-    with Reader(decoder, accumulator.models) as reader:
+    with ThreadPoolExecutor(1) as thread:
+        reader = Reader(decoder, accumulator.models, thread)
         for layer in layers:
             # The weights get no name here, so that they are freed before the next layer's are made.
             if partial is not None and layer in finished:
@@ -97,3 +161,92 @@ def _run(accumulator: Accumulator[Result], positions: int, partial: Partial | No
                     partial.finish_layer(layer, tensors)
             streams.advance()
     return accumulator.finish(streams, report)
+
+
+class Reader:
+    """Reads one layer of each model after the other; one thread reads the next layer meanwhile.
+
+    On a GPU the thread copies the layer there, in its checkpoint's dtype. On another device it has the system read the
+    layer into its file cache, which takes no memory of the process.
+    """
+
+    def __init__(self, decoder: Decoder, models: Sequence[Checkpoint], thread: Executor) -> None:
+        self._decoder = decoder
+        self._models = models
+        self._thread = thread
+        for model in models:
+            model.open()  # not in the other thread: mergekit keeps its options apart for each thread
+        on_gpu = decoder.device.type == "cuda"
+        self._target = decoder.device if on_gpu else torch.device("cpu")
+        self._stream = torch.cuda.Stream(decoder.device) if on_gpu else None
+        self._ahead: Future[list[dict[str, torch.Tensor]]] | None = self._thread.submit(self._fetch, 0)
+
+    def take(self, layer: int) -> list[dict[str, torch.Tensor]]:
+        """The tensors of a layer of each model, float32 on the decoder's device; layers are taken in their order.
+
+        Raises:
+            SltaError: a tensor is missing, or holds NaN or Inf, or the model's files have changed.
+        """
+        assert self._ahead is not None, "no layer follows the last one"
+        names, stacks = self._decoder.layer_tensors(layer), self._stacks(layer)
+        built, device = self._decoder.model, self._decoder.device
+        weights = [
+            model.read(names, built, device, fetched, stacks)
+            for model, fetched in zip(self._models, self._ahead.result(), strict=True)
+        ]
+        more = layer + 1 < len(self._decoder)
+        # The last layer's tensors must not wait in memory beside the output head.
+        self._ahead = self._thread.submit(self._fetch, layer + 1) if more else None
+        return weights
+
+    def _fetch(self, layer: int) -> list[dict[str, torch.Tensor]]:
+        """A layer's tensors of each model as they are stored, without those that are read when they are used."""
+        stacks = self._stacks(layer)
+        names = {key: name for key, name in self._decoder.layer_tensors(layer).items() if key not in stacks}
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            fetched = [model.fetch(names, self._decoder.model, self._target) for model in self._models]
+        if self._stream is not None:
+            self._stream.synchronize()
+        return fetched
+
+    def _stacks(self, layer: int) -> dict[str, torch.Size]:
+        """The shapes of a layer's tensors of routed experts, each of which is read whenever it is used.
+
+        None are, where a GPU has memory for all experts of one layer.
+        """
+        stacks = {name: tensor.shape for name, tensor in routed_tensors(self._decoder.layers[layer]).items()}
+        elements = (len(self._models) + 1) * sum(map(math.prod, stacks.values()))
+        return {} if takes_little(self._decoder.device, elements, share=1 / 4) else stacks
+
+
+# What is shown meanwhile
+
+
+@contextlib.contextmanager
+def progress_bar(
+    doing: str, models: Iterable[object], total: int, quiet: bool
+) -> Iterator[Callable[[str, int], object]]:
+    """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took."""
+    loading = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}"
+    with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, disable=quiet) as bar:
+
+        def progress(at_hand: str, steps: int) -> None:
+            bar.set_description_str(f"{doing}: {at_hand}", refresh=False)
+            bar.update(steps)
+
+        yield progress
+
+
+@contextlib.contextmanager
+def layer_bar(doing: str, models: Iterable[object], layers: int, prompts: int, quiet: bool) -> Iterator[Progress]:
+    """Count the layers, and the prompts in each; yield what is told of prompts that have passed another layer."""
+    done = 0
+    with progress_bar(doing, models, layers * prompts, quiet) as tell:
+
+        def progress(passed: int) -> None:
+            nonlocal done
+            done += passed
+            layer, prompt = divmod(max(0, done - 1), prompts)
+            tell(f"layer {layer + 1} of {layers}, {prompt + 1} of {prompts} prompts", passed)
+
+        yield progress

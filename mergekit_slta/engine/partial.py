@@ -120,7 +120,7 @@ class Partial:
 
     def finished(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> set[int]:
         """The finished layers, given for each layer the shapes that its file must hold."""
-        return {layer for layer, own in enumerate(shapes) if _holds(self.layer_file(layer), own)}
+        return {layer for layer, wanted in enumerate(shapes) if _holds(self.layer_file(layer), wanted)}
 
     def is_complete(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> bool:
         """Whether all layers are finished, and the tensors outside them too."""
@@ -156,10 +156,10 @@ def run_of(folder: Path) -> dict[str, Any] | None:
     """The run that a folder belongs to; None if it does not say, an SltaError if what says it cannot be read."""
     path = folder / RUN
     try:
-        found = json.loads(path.read_bytes()) if path.exists() else None
+        run = json.loads(path.read_bytes()) if path.exists() else None
     except (OSError, ValueError) as error:
         raise SltaError(f"{path} cannot be read ({error}): delete the folder {folder}.") from error
-    return found if isinstance(found, dict) else None
+    return run if isinstance(run, dict) else None
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

@@ -36,19 +36,19 @@ class Ranks:
         """Sum a tensor over the ranks in place, in the order of the ranks, so that all get equal sums."""
         if self.count > 1:
             where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            own = tensor.to(where, copy=True, memory_format=torch.contiguous_format)
+            mine = tensor.to(where, copy=True, memory_format=torch.contiguous_format)
             tensor.zero_()
             for rank in range(self.count):
-                part = own if rank == self.index else torch.empty_like(own)
+                part = mine if rank == self.index else torch.empty_like(mine)
                 dist.broadcast(part, rank)
                 tensor += part.to(tensor.device)
         return tensor
 
     def gather(self, number: float) -> list[float]:
         """Every rank's number, in the order of the ranks; waits for all ranks."""
-        found = torch.zeros(self.count, dtype=torch.float64)
-        found[self.index] = number
-        return self.sum(found).tolist()
+        numbers = torch.zeros(self.count, dtype=torch.float64)
+        numbers[self.index] = number
+        return self.sum(numbers).tolist()
 
     def require_equal(self, number: int, place: Path) -> None:
         """Refuse, on all ranks, if they have not found the same ``number`` of things at a ``place`` on the disk."""

@@ -1,22 +1,157 @@
-"""Hidden-state streams: the samples' hidden states before the next layer, in batches.
+"""The samples in batches, and their hidden states before the next layer.
 
-A stream holds every sample's hidden states as one model computes them: the base model, an expert or a merge. Streams do
-not know what is measured on them.
+A batch holds samples of one task, and each process takes whole batches. A stream holds every sample's hidden states as
+one model computes them: the base model, an expert or a merge. Neither knows what is measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves
 
-from mergekit_slta.engine.batches import Batch
-from mergekit_slta.layers.calls import LayerCall, State, Weights
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import embed
-from mergekit_slta.layers.forms import embedding_tensors
+from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
+from mergekit_slta.layers.decoder import Decoder, LayerCall, State
+from mergekit_slta.layers.maps import Weights, routed_tensors
+
+CPU_BATCH_TOKENS = 2048
+# Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.
+CPU_BATCH_ELEMENTS = 2**22
+LEAST_CPU_BATCH_TOKENS = 256
+GPU_BATCH_TOKENS = 16384
+
+# How much rounding may change a rotary frequency.
+PREFIX_TOLERANCE = 1e-5
+
+# The token ids of each task's samples.
+Tasks = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one task that run together, right-padded to the longest.
+
+    Attributes:
+        task: the index of the task that the samples come from.
+        rows: the samples' rows in the statistics, ``B`` in all.
+        token_ids: [B, S] int64.
+        lengths: the samples' numbers of tokens.
+    """
+
+    task: int
+    rows: tuple[int, ...]
+    token_ids: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @property
+    def samples(self) -> torch.Tensor:
+        """The row [n] of each token's sample, without those of the padding."""
+        return torch.tensor(self.rows).repeat_interleave(torch.tensor(self.lengths))
+
+    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tokens' values [n] without padding, from those [S] of every row."""
+        return torch.cat([values[row] for row in self.rows])
+
+    def unpadded(self, features: torch.Tensor) -> torch.Tensor:
+        """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D].
+
+        Several hidden states of a token, [B, S, m, D], are one of m * D features.
+        """
+        if features.ndim > 3 and features.shape[1] == self.token_ids.shape[1]:
+            features = features.flatten(2)
+        flat = features.reshape(-1, features.shape[-1])
+        if min(self.lengths) == max(self.lengths):
+            return flat
+        lengths = torch.tensor(self.lengths)
+        return flat[(torch.arange(int(max(lengths))) < lengths[:, None]).flatten().to(flat.device)]
+
+
+def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()) -> list[Batch]:
+    """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
+
+    A batch never mixes tasks, so that the batches of a task do not depend on the others. A longer sample runs alone.
+    Those of the tasks ``unpadded`` hold samples of one length only.
+    """
+    batches = []
+    offset = 0
+    for task, samples in enumerate(tasks):
+        order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
+        while order:
+            count = max(1, batch_tokens // len(samples[order[0]]))
+            taken = [i for i in order[:count] if task not in unpadded or len(samples[i]) == len(samples[order[0]])]
+            order = order[len(taken) :]
+            token_ids = pad_sequence([torch.tensor(samples[index]) for index in taken], batch_first=True)
+            lengths = tuple(len(samples[index]) for index in taken)
+            batches.append(Batch(task, tuple(offset + index for index in taken), token_ids, lengths))
+        offset += len(samples)
+    return batches
+
+
+def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> list[Batch]:
+    """One process's share of all batches, without padding in tasks where it would change a sample's features."""
+    unpadded = {task for task, samples in enumerate(tasks) if padding_matters(decoder, [*map(len, samples)])}
+    return make_batches(tasks, batch_tokens, unpadded)[ranks.index :: ranks.count]
+
+
+def fitting_batch(decoder: Decoder) -> int:
+    """The number of token positions in a batch, while memory lasts."""
+    if decoder.device.type != "cpu":
+        return GPU_BATCH_TOKENS
+    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind()]
+    if any(map(routed_tensors, layers)):  # whose experts are read again for every batch
+        return CPU_BATCH_TOKENS
+    widest = max(max(tensor.shape) for layer in layers for tensor in layer.state_dict().values() if tensor.ndim > 1)
+    return min(CPU_BATCH_TOKENS, max(LEAST_CPU_BATCH_TOKENS, CPU_BATCH_ELEMENTS // widest))
+
+
+def share(decoder: Decoder, tasks: Tasks, ranks: Ranks) -> int:
+    """How many samples this process has, if batches need not be halved."""
+    return sum(len(batch.rows) for batch in decoder_batches(decoder, tasks, fitting_batch(decoder), ranks))
+
+
+@torch.no_grad()
+def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
+    """Whether samples of these lengths may get other features in a right-padded batch than alone.
+
+    They do if a token sees later tokens, if rotary embeddings depend on the length, or if layers pass more than hidden
+    states to later layers, because the padding cannot be found in that.
+    """
+    ordered = sorted({max(length, 2) for length in lengths})  # one token alone shows no positions
+    if len(set(lengths)) < 2 or len(ordered) < 2:
+        return False
+    if decoder.form.state or not decoder.form.causal:
+        return True
+    # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
+    # longest and the shortest shows whether that length lies between them.
+    return any(_length_matters(decoder, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
+
+
+def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
+    """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
+    token_ids, edges = torch.zeros(1, long, dtype=torch.int64), made_up_edges(decoder)
+    shorter, longer = (_numbers(embed(decoder, token_ids[:, :length], edges)[1]) for length in (short, long))
+    return len(shorter) != len(longer) or not all(map(_is_prefix, shorter, longer))
+
+
+def _numbers(calls: Sequence[LayerCall]) -> list[torch.Tensor]:
+    """The tensors in the calls that are neither masks, which may be missing or larger than needed, nor indices."""
+    leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return [tensor for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()]
+
+
+def _is_prefix(short: torch.Tensor, long: torch.Tensor) -> bool:
+    """Whether a tensor equals the beginning of another one in each dimension."""
+    if short.ndim != long.ndim:
+        return False
+    long = long[tuple(map(slice, short.shape))]
+    return short.shape == long.shape and torch.allclose(short, long, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)
 
 
 class Source(Protocol):
@@ -85,7 +220,7 @@ class Streams:
     def call(self, stream: int, number: int) -> LayerCall:
         """The model's call of the next layer on a batch, with the tensors that the earlier layers have passed on."""
         call, state = self._calls[stream, number][self.layer], self._cache[stream, number].state
-        return call.own({path: tensor.to(self.decoder.device, copy=True) for path, tensor in state.items()})
+        return call.with_state({path: tensor.to(self.decoder.device, copy=True) for path, tensor in state.items()})
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
         """Set the next layer's output on a batch, and the tensors that it passes to later layers."""

@@ -8,14 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
-from mergekit_slta.engine.loop import pass_layers
-from mergekit_slta.engine.progress import layer_bar
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, layer_bar, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Weights
-from mergekit_slta.layers.ends import logit_tensors, logits
+from mergekit_slta.layers.calls import logit_tensors, logits
+from mergekit_slta.layers.maps import Weights
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 

@@ -10,11 +10,10 @@ import torch
 
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.layers.blend import Blend
-from mergekit_slta.layers.calls import Weights
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.layers.maps import Weights
+from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack
 from mergekit_slta.models.roles import Role, tensor_roles
-from mergekit_slta.models.stacks import ExpertStack
 from mergekit_slta.recipe.settings import ActmatSettings
 
 
@@ -29,7 +28,7 @@ class ActmatAnchor(Blend):
 
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
         share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
-        super().__init__(models, lambda name: share)
+        super().__init__(models, share)
         self._keep_weight = keep_weight
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)

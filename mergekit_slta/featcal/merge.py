@@ -46,22 +46,18 @@ from typing import TypeVar
 import torch
 
 from mergekit_slta.actmat.covariance import covariance, merge_by_covariance
-from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
-from mergekit_slta.engine.batches import Tasks
-from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, read_edges
+from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, kept_in_words
 from mergekit_slta.featcal.passage import EXPERT, MERGED, Passage
 from mergekit_slta.featcal.regression import PRECISION, RidgeRegression
-from mergekit_slta.layers.calls import Weights
+from mergekit_slta.layers.calls import head_input, tail_tensors
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import head_input, tail_tensors
-from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden
-from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.stacks import ExpertStack, stack_of
+from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden
+from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack, stack_of
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.featcal.groups import LayerMaps, MapGroup
-from mergekit_slta.layers.calls import Weights, hidden_of
-from mergekit_slta.layers.decoder import INPUT
-from mergekit_slta.layers.maps import RoutedInputs, routed_inputs
+from mergekit_slta.layers.decoder import INPUT, hidden_of
+from mergekit_slta.layers.maps import RoutedInputs, Weights, routed_inputs
 
 MERGED, EXPERT = range(2)  # the streams
 

@@ -11,16 +11,16 @@ import torch
 from safetensors import safe_open
 
 from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.engine.batches import share
+from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.progress import progress_bar
+from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages
 from mergekit_slta.files import digest
+from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.headers import other_vocabularies
@@ -28,7 +28,7 @@ from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
-from mergekit_slta.slta.matching import fingerprint, local_identity
+from mergekit_slta.slta.lookup import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ replaces are compared with those expected here; if they differ, the import fails
 warns, and mergekit works without us.
 
 One thing more is replaced, which is no function: in mergekit's table of open models, the loader of an expert that
-stores its tensors otherwise than the base model (`models/loaders.py`).
+stores its tensors otherwise than the base model (`models/architecture.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions, PrettyPrintHelp
 
 from mergekit_slta.host.run import METHODS, register, run
-from mergekit_slta.models.merged_adapters import merge_adapter
+from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.recipe.configuration import model_inputs
 from mergekit_slta.recipe.recipe import Recipe
 

@@ -29,8 +29,8 @@ from mergekit_slta.host.featcal import FeatcalMerge
 from mergekit_slta.host.method import Merge, Method
 from mergekit_slta.host.sftm import SftmMerge
 from mergekit_slta.host.slta import SltaMerge
-from mergekit_slta.models.loaders import ONE_AT_A_TIME
-from mergekit_slta.models.merged_adapters import in_recipes_type
+from mergekit_slta.models.adapters import in_recipes_type
+from mergekit_slta.models.architecture import ONE_AT_A_TIME
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import entry_files, finish_folder
 from mergekit_slta.recipe.experiment import Experiment

@@ -13,7 +13,7 @@ from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.host.method import Merge, method_spec, write_report
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.slta.lookup import measured_statistics, solved
+from mergekit_slta.slta.lookup import solved, statistics_of_merge
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import as_percentage, short_names
 
@@ -31,7 +31,7 @@ class SltaMerge(Merge):
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
         experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
-        statistics = measured_statistics(experiment, merge=(out / STATISTICS_OF_MERGE, partial))
+        statistics = statistics_of_merge(experiment, out / STATISTICS_OF_MERGE, partial)
         self.solution, self._weights = solved(experiment, statistics)
         for note in self.solution.notes():
             LOG.warning("%s", note)

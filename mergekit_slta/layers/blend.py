@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import transformers
 
-from mergekit_slta.layers.decoder import Weights
-from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.stacks import ExpertStack
-
-# The experts' weights [T] or [T, ...] of a tensor, by its name.
-Alpha = Callable[[str], torch.Tensor]
+from mergekit_slta.layers.maps import Weights
+from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack
 
 
 def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -34,35 +30,31 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
     return result.to(base.dtype)
 
 
-def blend(base: Weights, experts: Sequence[Weights], alpha: Alpha) -> dict[str, torch.Tensor]:
-    """The ``weighted_sum`` of all floating-point tensors; other tensors stay the base model's."""
+def blend(base: Weights, experts: Sequence[Weights], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The ``weighted_sum`` of all floating-point tensors, with one weight for each expert [T].
+
+    Other tensors stay the base model's.
+    """
     blended = dict(base)
     for name, tensor in base.items():
         if tensor.is_floating_point():
-            pairs = list(zip((expert[name] for expert in experts), alpha(name), strict=True))
+            pairs = list(zip((expert[name] for expert in experts), alpha, strict=True))
             if isinstance(tensor, ExpertStack):
-                part = functools.partial(_weighted_part, tensor, pairs)
-                blended[name] = ExpertStack(tensor.shape, tensor.device, part)
+                blended[name] = ExpertStack(tensor.shape, tensor.device, functools.partial(_part, tensor, pairs))
             else:
                 blended[name] = weighted_sum(tensor, pairs)
     return blended
 
 
-def _weighted_part(
-    base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], expert: int
-) -> torch.Tensor:
+def _part(base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], expert: int) -> torch.Tensor:
     """The ``weighted_sum`` of one routed expert's matrices, from the stacks of all."""
-    pairs = [(own[expert], weight[expert % len(weight)] if weight.ndim else weight) for own, weight in experts]
-    return weighted_sum(base[expert], pairs)
+    return weighted_sum(base[expert], [(stack[expert], weight) for stack, weight in experts])
 
 
 class Blend:
-    """A ``blend`` of the base model and the ``T`` experts that can be read like a checkpoint.
+    """A ``blend`` of the base model and the ``T`` experts that can be read like a checkpoint."""
 
-    ``alpha`` gives the experts' weights by the model's name of a tensor.
-    """
-
-    def __init__(self, models: Sequence[Checkpoint], alpha: Alpha) -> None:
+    def __init__(self, models: Sequence[Checkpoint], alpha: torch.Tensor) -> None:
         self.models = models
         self._alpha = alpha
 
@@ -70,9 +62,9 @@ class Blend:
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
-        return self.of(names, [own.read(names, model, device) for own in self.models])
+        return self.of(names, [source.read(names, model, device) for source in self.models])
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
         """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""
         base, *experts = tensors
-        return blend(base, experts, lambda key: self._alpha(names[key]))
+        return blend(base, experts, self._alpha)

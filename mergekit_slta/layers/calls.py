@@ -1,109 +1,35 @@
-"""How a model calls its decoder layers: the arguments of each layer, and what the layer returns.
+"""How a model calls its decoder layers: captured once while functions stand in for them, then used layer by layer.
 
-A layer can run alone once the arguments of the model's call are known. To capture them, ``stand_ins`` replaces every
-layer by a function while the model runs.
+A layer can run alone once the arguments of the model's call are known. ``stand_ins`` replaces every layer by a function
+while the model runs: ``embed`` so turns token ids into the first layer's input and each layer's call, and ``logits``
+and ``head_input`` continue from the last layer's output. What a stand-in must return shows in one run of a layer of
+each type with made-up weights (``with_form``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerForm, Reached, handed_on, hidden_of
+from mergekit_slta.layers.maps import LinearMap, Weights
 
-Weights = Mapping[str, torch.Tensor]
-# Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
-# argument that is a dictionary also the key in it and, for a tuple of tensors, the index.
-State = Mapping[tuple[Any, ...], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LayerCall:
-    """The arguments of a model's call of a layer, without the hidden states."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def arguments(self) -> dict[Any, Any]:
-        """All arguments, by position or name."""
-        return dict(enumerate(self.args)) | self.kwargs
-
-    def own(self, state: State) -> LayerCall:
-        """The same call with copies of the dictionaries, to which ``state`` is added.
-
-        Arguments that are None stay so: the first layer is given nothing of earlier layers.
-        """
-        arguments = self.arguments
-        for argument, value in arguments.items():
-            if isinstance(value, MutableMapping):
-                arguments[argument] = copy.copy(value)
-        for (argument, *rest), tensor in state.items():
-            value = arguments[argument]
-            if len(rest) == 2:  # the parts of a tuple, in their order
-                value[rest[0]] = (*value.get(rest[0], ())[: rest[1]], tensor)
-            elif rest:
-                value[rest[0]] = tensor
-            elif value is not None:
-                arguments[argument] = tensor
-        args = tuple(arguments.pop(position) for position in range(len(self.args)))
-        return LayerCall(args, arguments)
-
-    def entered(self, before: LayerCall) -> State:
-        """The tensors that the layer has added to the dictionaries of this call, compared with the call ``before``.
-
-        Raises:
-            SltaError: an added value is neither a tensor nor a tuple of tensors.
-        """
-        found: dict[tuple[Any, ...], torch.Tensor] = {}
-        earlier = before.arguments
-        for argument, value in self.arguments.items():
-            if not isinstance(value, MutableMapping):
-                continue
-            for key, entry in value.items():
-                if earlier[argument].get(key) is entry:
-                    continue
-                parts = [((n,), part) for n, part in enumerate(entry)] if isinstance(entry, tuple) else [((), entry)]
-                for rest, part in parts:
-                    if not isinstance(part, torch.Tensor):
-                        raise SltaError(
-                            f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
-                            "kept between layers, so no level applies: use 'merge_method: actmat'."
-                        )
-                    found[argument, key, *rest] = part
-        return found
+# The number of different values in a made-up tensor; it has no small divisors.
+RANDOM_NUMBERS = 1_000_003
+# Made-up tensors up to this many elements do not overlap in memory.
+SMALL = 2**16
+# How much rounding may change a token's hidden state, relative to the largest value.
+CAUSAL_TOLERANCE = 1e-3
 
 
-def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
-    """The parts of a layer's return value that the next layer is given, whose arguments ``positions`` are by."""
-    return {(argument,): returned[position] for argument, position in positions.items()}
-
-
-@dataclass(frozen=True)
-class LayerForm:
-    """How a model calls its layers, and what they return.
-
-    Attributes:
-        stacked: whether layers are given several hidden states per token as [n, B, S, D]; here they are [B, S, n, D]
-            everywhere else.
-        handed: by argument of a layer, the position in the return value of the layer before where it comes from.
-        returned: for each layer, what the first layer of its type returns for two tokens.
-        state: the tensors that layers pass to later layers beside the hidden states, for one sample of two tokens.
-        causal: whether no token sees a later one.
-    """
-
-    stacked: bool = False
-    handed: Mapping[int | str, int] = field(default_factory=dict)
-    returned: Sequence[Any] = ()
-    state: State = field(default_factory=dict)
-    causal: bool = False
+# Stand-ins
 
 
 # Returns what a layer returns, given its index, its hidden states and its call.
@@ -135,11 +61,6 @@ class Made(torch.Tensor):
     """A tensor that a stand-in has returned, or that was computed from one."""
 
 
-def hidden_of(returned: Any) -> Any:
-    """The hidden states in a layer's return value, which may be a tuple with more values."""
-    return returned[0] if isinstance(returned, (tuple, list)) else returned
-
-
 def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
     """A copy of a layer's return value with other hidden states, all of it marked as ``Made``."""
     made = hidden.as_subclass(Made)
@@ -147,3 +68,314 @@ def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
         return made
     rest = tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(Made), returned[1:])
     return type(returned)([made, *rest])
+
+
+def embedding_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``capture`` needs: all except the output head's."""
+    return [name for name in decoder.edge_tensors if name.startswith(decoder.body_path)]
+
+
+def capture(
+    decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
+) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
+    """Run everything before the first layer, and capture how the model calls each layer.
+
+    Args:
+        decoder: the model's decoder.
+        token_ids: [B, S] int64.
+        edges: tensors outside the layers, by the model's names.
+        returned: gives what a layer returns, whose form its stand-in then returns with other values.
+
+    Returns:
+        The first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand
+        on as in ``LayerForm``.
+
+    Raises:
+        SltaError: the layers need more than the hidden states of the layer before.
+    """
+    inputs: list[torch.Tensor] = []
+    calls: list[LayerCall] = []
+    handed: list[torch.Tensor] = []
+    returns: list[Any] = []
+    # By layer and argument, the position in the return value of the layer before.
+    taken: list[dict[int | str, int]] = []
+    strange = False  # whether a layer is given what another than the one before has made, or what was made of that
+
+    def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        nonlocal strange
+        inputs.append(hidden.as_subclass(torch.Tensor))
+        calls.append(call)
+        before = returns[-1] if returns and isinstance(returns[-1], (tuple, list)) else ()
+        made = {id(part): position for position, part in enumerate(before) if position and isinstance(part, Made)}
+        taken.append({name: made[id(value)] for name, value in call.arguments.items() if id(value) in made})
+        leaves = tree_leaves((call.args, call.kwargs))
+        strange = strange or sum(isinstance(leaf, Made) for leaf in leaves) > len(taken[-1])
+        form = returned(layer, inputs[0], call)
+        if not handed:  # distinct values, which show any change
+            handed.append(torch.arange(1.0, hidden.numel() + 1, device=decoder.device).view(hidden.shape))
+        returns.append(returned_like(form, handed[0]))
+        return returns[-1]
+
+    weights = {name.removeprefix(decoder.body_path): edges[name] for name in embedding_tensors(decoder)}
+    # Some wrappers take the device of their first tensor, which may be an image tower's, for that of the tokens.
+    name, first = next(iter(decoder.body.named_parameters()))
+    weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
+    kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
+    decoder.restore()
+    with stand_ins(decoder.layers, hand_on), torch.no_grad():
+        torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
+    problem = None
+    if len(calls) != len(decoder):
+        problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
+    elif token_ids.shape not in (inputs[0].shape[:2], inputs[0].shape[1:3]):
+        problem = "hands its decoder layers other positions than the tokens'"
+    elif strange or any(before != taken[-1] for before in taken[1:]):
+        problem = "hands its decoder layers more of earlier layers than what the layer before returns"
+    elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
+        problem = "changes the hidden states between its decoder layers"
+    if problem:
+        raise SltaError(
+            f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
+        )
+    return inputs[0], calls, taken[-1]
+
+
+# Before the layers, and after
+
+
+def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
+    """Run everything before the first layer, and capture how the model calls each layer.
+
+    Right padding needs no mask unless ``padding_matters``. ``edges`` are the tensors that ``embedding_tensors`` names.
+
+    Returns:
+        The first layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
+
+    Raises:
+        SltaError: the layers need more than the hidden states of the layer before.
+    """
+    hidden, calls, _ = capture(decoder, token_ids, edges, lambda layer, hidden, call: decoder.form.returned[layer])
+    return decoder.tokens_first(hidden), calls
+
+
+def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+    """Run everything after the last layer on its output [B, S, D], with ``logit_tensors``; returns [B, S, V]."""
+    return _run_tail(decoder, hidden, edges).logits.as_subclass(torch.Tensor)
+
+
+def logit_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``logits`` needs: all except an embedding that is not the head too."""
+    head = head_tensors(decoder)
+    unused = {embedding_tensor(decoder)} - {*head} if head else set()
+    return [name for name in decoder.edge_tensors if name not in unused]
+
+
+def output_head(decoder: Decoder) -> LinearMap | None:
+    """The model's output head, by the model's names; None if it is tied to the embedding or missing."""
+    head = decoder.model.get_output_embeddings()
+    embedding = decoder.model.get_input_embeddings()
+    if head is None or head.weight is embedding.weight:
+        return None
+    path = decoder.path(head)
+    bias = f"{path}.bias" if getattr(head, "bias", None) is not None else None
+    return LinearMap(path, path, f"{path}.weight", bias, transposed=False)
+
+
+def head_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the output head's weight and bias; the weight is the embedding where they are tied."""
+    head = decoder.model.get_output_embeddings()
+    names = [f"{decoder.path(head)}.{name}" for name, _ in head.named_parameters()] if head is not None else []
+    return [decoder.first_names[name] for name in names]
+
+
+def embedding_tensor(decoder: Decoder) -> str:
+    """The model's name of the embedding, whose rows are the tokens'."""
+    return decoder.first_names[f"{decoder.path(decoder.model.get_input_embeddings())}.weight"]
+
+
+def tail_tensors(decoder: Decoder) -> list[str]:
+    """The model's names of the edge tensors that ``head_input`` needs: all except the embedding and the head."""
+    left_out = {embedding_tensor(decoder), *head_tensors(decoder)}
+    return [name for name in decoder.edge_tensors if name not in left_out]
+
+
+def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+    """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``."""
+    head = decoder.model.get_output_embeddings()
+    given: list[torch.Tensor] = []
+
+    def stop(states: torch.Tensor) -> torch.Tensor:
+        given.append(states.as_subclass(torch.Tensor))
+        raise Reached
+
+    head.forward = stop
+    try:
+        _run_tail(decoder, hidden, edges)
+        raise SltaError(f"{decoder.name} does not call its output head.")
+    except Reached:
+        return given[0]
+    finally:
+        del head.forward
+
+
+def tail_problem(decoder: Decoder) -> str | None:
+    """Why the logits cannot be computed from the last layer's output alone, if they cannot."""
+    if decoder.model.get_output_embeddings() is None:
+        return None
+    edges = made_up_edges(decoder)
+    inputs, _ = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
+    try:
+        given = head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
+        if not given.isnan().any():
+            return None
+        why = "it needs those of earlier layers too"
+    except Exception as error:  # a model's own code may raise anything
+        why = first_line(error)
+    return (
+        f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
+        f"decoder layer alone ({why}). Use 'level: layer'."
+    )
+
+
+def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
+    """Run a model whose layers return ``hidden``; an embedding that is not in ``edges`` gives NaN."""
+    token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
+    returned, last = decoder.form.returned, len(decoder) - 1
+    final = decoder.as_called(hidden)
+    embedding: Any = decoder.model.get_input_embeddings()
+    unknown = torch.full((), torch.nan, device=decoder.device).expand(embedding.weight.shape)
+
+    def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
+        return returned_like(returned[layer], final if layer == last else torch.full_like(final, torch.nan))
+
+    with stand_ins(decoder.layers, output), torch.no_grad():
+        return torch.func.functional_call(
+            decoder.model,
+            {embedding_tensor(decoder): unknown, **edges},
+            kwargs={"input_ids": token_ids, "use_cache": False},
+        )
+
+
+# The form of the calls
+
+
+def with_form(decoder: Decoder) -> Decoder:
+    """The decoder with its ``form``, and with the language tower alone if the model cannot run without images."""
+    try:
+        decoder = replace(decoder, form=_try_layers(decoder))
+    except SltaError:
+        raise
+    except Exception:  # a model's own code may raise anything where it is not given images
+        if decoder.tower in (decoder.model, decoder.body):
+            raise
+        return with_form(replace(decoder, body=decoder.tower))
+    return decoder if decoder.form.causal else _attending_causally(decoder)
+
+
+def _attending_causally(decoder: Decoder) -> Decoder:
+    """The decoder with the attention that is given a mask, if no token sees a later one by it; by torch's own some do.
+
+    torch's own is given none for text alone. It then takes from a flag of the module whether it is causal, and where
+    prompts may be seen as a whole beside images (PaliGemma's), that flag says no.
+    """
+    default = decoder.model.config._attn_implementation
+    decoder.model.set_attn_implementation("eager")
+    masked = replace(decoder, form=_try_layers(decoder))
+    if masked.form.causal:
+        return masked
+    decoder.model.set_attn_implementation(default)
+    return decoder
+
+
+def _try_layers(decoder: Decoder) -> LayerForm:
+    """Run the first layer of each type with made-up weights; two samples differ in the second of two tokens alone."""
+    first, second, other = some_tokens(decoder)
+    # Three samples of two tokens: the dimensions have different sizes.
+    token_ids = torch.tensor([[first, second], [first, other], [second, other]])
+    types = _types(decoder)
+    of_type: dict[Any, Any] = {}
+    state: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        if types[layer] not in of_type:
+            weights = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
+            run_once = decoder.run(layer, weights, hidden, call.with_state(state))
+            of_type[types[layer]] = run_once.returned
+            state.update(run_once.state)
+        return of_type[types[layer]]
+
+    hidden, _, handed = capture(decoder, token_ids, made_up_edges(decoder), run)
+    state.update(handed_on(of_type[types[0]], handed))
+    if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
+        raise SltaError(
+            f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
+            "applies to it; it can be merged with 'merge_method: actmat'."
+        )
+    shape = hidden.shape
+    stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
+    # Each layer's output for the first token of the two samples that share it; rounding may differ.
+    pairs = [hidden_of(returned) for returned in of_type.values()]
+    pairs = [(pair.movedim(0, 2) if stacked else pair)[:2, 0] for pair in pairs]
+    return LayerForm(
+        stacked=stacked,
+        handed=handed,
+        returned=[of_type[kind] for kind in types],
+        state={path: tensor[:1] for path, tensor in state.items()},
+        causal=all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs),
+    )
+
+
+def _types(decoder: Decoder) -> list[Any]:
+    """The type of each layer: its modules and shapes, and its settings (a window, states to share)."""
+    names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
+    choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
+    return list(zip(decoder.first_of_kind, names, choices, strict=True))
+
+
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """A module's settings that are flags or names."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )
+
+
+# Made-up weights
+
+
+def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
+    """Random numbers in place of a model's tensors.
+
+    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
+    product copies more than one matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
+        strides = list(torch.empty(tensor.shape, device="meta").stride())
+        if tensor.numel() > SMALL:
+            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
+            strides[:overlapping] = [16] * overlapping
+        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
+        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
+        values = values.repeat(-(-size // len(values))).to(device)
+        return values.as_strided(tensor.shape, strides)
+
+    return {name: numbers(tensor) for name, tensor in state.items()}
+
+
+def made_up_edges(decoder: Decoder) -> Weights:
+    """Random numbers in place of the tensors outside the layers."""
+    state = decoder.model.state_dict()
+    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
+
+
+def some_tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]

@@ -1,23 +1,196 @@
-"""A model's decoder: the knowledge of its layers, and the function that runs one of them with given weights.
+"""A model's decoder: what is known of its layers, and the function that runs one of them with given weights.
 
-The layers are transformers' own modules on the meta device. Nothing here knows an architecture by name. ``trace`` makes
-a decoder: it runs the layers with made-up weights and keeps what that shows.
+The layers are transformers' own modules on the meta device. Nothing here knows an architecture by name: ``trace`` makes
+a decoder from what layers do with made-up weights.
+
+``watch`` wraps the ``forward`` of a layer's modules once. They then report to the ``LayerRun`` that is under way, which
+records their inputs and outputs, and may also replace a module's output, or end at a module's call.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.layers.calls import LayerCall, LayerForm, Weights, handed_on, hidden_of
-from mergekit_slta.layers.maps import Heads
-from mergekit_slta.layers.recording import LayerRun, Reached
-from mergekit_slta.models.skeleton import language_names
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.maps import Heads, Weights, linear_maps
+from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, submodule_name
+from mergekit_slta.models.layout import language_names
+
+# Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
+# argument that is a dictionary also the key in it and, for a tuple of tensors, the index.
+State = Mapping[tuple[Any, ...], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a model's call of a layer, without the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def arguments(self) -> dict[Any, Any]:
+        """All arguments, by position or name."""
+        return dict(enumerate(self.args)) | self.kwargs
+
+    def with_state(self, state: State) -> LayerCall:
+        """The same call with copies of the dictionaries, to which ``state`` is added.
+
+        Arguments that are None stay so: the first layer is given nothing of earlier layers.
+        """
+        arguments = self.arguments
+        for argument, value in arguments.items():
+            if isinstance(value, MutableMapping):
+                arguments[argument] = copy.copy(value)
+        for (argument, *rest), tensor in state.items():
+            value = arguments[argument]
+            if len(rest) == 2:  # the parts of a tuple, in their order
+                value[rest[0]] = (*value.get(rest[0], ())[: rest[1]], tensor)
+            elif rest:
+                value[rest[0]] = tensor
+            elif value is not None:
+                arguments[argument] = tensor
+        args = tuple(arguments.pop(position) for position in range(len(self.args)))
+        return LayerCall(args, arguments)
+
+    def entered(self, before: LayerCall) -> State:
+        """The tensors that the layer has added to the dictionaries of this call, compared with the call ``before``.
+
+        Raises:
+            SltaError: an added value is neither a tensor nor a tuple of tensors.
+        """
+        added: dict[tuple[Any, ...], torch.Tensor] = {}
+        earlier = before.arguments
+        for argument, value in self.arguments.items():
+            if not isinstance(value, MutableMapping):
+                continue
+            for key, entry in value.items():
+                if earlier[argument].get(key) is entry:
+                    continue
+                parts = [((n,), part) for n, part in enumerate(entry)] if isinstance(entry, tuple) else [((), entry)]
+                for rest, part in parts:
+                    if not isinstance(part, torch.Tensor):
+                        raise SltaError(
+                            f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
+                            "kept between layers, so no level applies: use 'merge_method: actmat'."
+                        )
+                    added[argument, key, *rest] = part
+        return added
+
+
+def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
+    """The parts of a layer's return value that the next layer is given, whose arguments ``positions`` are by."""
+    return {(argument,): returned[position] for argument, position in positions.items()}
+
+
+def hidden_of(returned: Any) -> Any:
+    """The hidden states in a layer's return value, which may be a tuple with more values."""
+    return returned[0] if isinstance(returned, (tuple, list)) else returned
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a model calls its layers, and what they return.
+
+    Attributes:
+        stacked: whether layers are given several hidden states per token as [n, B, S, D]; here they are [B, S, n, D]
+            everywhere else.
+        handed: by argument of a layer, the position in the return value of the layer before where it comes from.
+        returned: for each layer, what the first layer of its type returns for two tokens.
+        state: the tensors that layers pass to later layers beside the hidden states, for one sample of two tokens.
+        causal: whether no token sees a later one.
+    """
+
+    stacked: bool = False
+    handed: Mapping[int | str, int] = field(default_factory=dict)
+    returned: Sequence[Any] = ()
+    state: State = field(default_factory=dict)
+    causal: bool = False
+
+
+class Reached(Exception):
+    """Ends a run at the module that it was to reach; this is not a failure."""
+
+
+@dataclass
+class LayerRun:
+    """The settings of a run of a layer, and its results; hidden states are [B, S, D].
+
+    Attributes:
+        replay: the outputs of modules that need not run again.
+        capture, keep: the modules whose inputs, or outputs, are recorded; the children's outputs always are.
+        until: the module at whose call the run ends.
+
+        returned, output: what the layer returns, and its output in that; None if the run ended before.
+        inputs: the arguments of the modules in ``capture`` and ``until``, in the order of the calls.
+        outputs: the outputs of the layer's children and of the modules in ``keep``, in the order of the calls.
+        repeated: the children and modules in ``capture`` that were called more than once; inputs are of the last call.
+        opened: the children whose parts the layer has called by itself.
+        state: the tensors that the layer passes to later layers.
+    """
+
+    replay: Mapping[str, Any] = field(default_factory=dict)
+    capture: Collection[str] = ()
+    keep: Collection[str] = ()
+    until: str | None = None
+
+    returned: Any = None
+    output: Any = None
+    inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
+    state: State = field(default_factory=dict)
+    _running: str = ""
+
+    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module, or replay what it returns, and record it."""
+        child, _, inside = name.partition(".")
+        if name in self.inputs or (name in self.outputs and not inside):
+            self.repeated.add(name)
+        if name in self.capture or name == self.until:
+            self.inputs[name] = (*args, *kwargs.values())
+        if name == self.until:
+            raise Reached
+        if inside and child != self._running:
+            self.opened.add(child)
+        if name in self.replay:
+            output = self.replay[name]
+        else:
+            before, self._running = self._running, child
+            output = forward(*args, **kwargs)
+            self._running = before
+        if inside and name not in self.keep:
+            return output
+        self.outputs[name] = output
+        return tree_map_only(torch.Tensor, torch.clone, output)  # others may change what they are given in place
+
+
+def watch(layers: Iterable[torch.nn.Module]) -> list[LayerRun]:
+    """Let the modules of layers report to the last run in a list, which is empty unless a run is under way.
+
+    Dropout does not report: it may serve both branches, and it keeps the residual stream's sum.
+    """
+    runs: list[LayerRun] = []
+    for layer in layers:
+        for name, module in layer.named_modules():
+            is_child = "." not in name and not isinstance(module, torch.nn.Dropout)
+            if name and (is_child or any(True for _ in module.parameters(recurse=False))):
+                module.forward = functools.partial(_report, runs, name, module.forward)
+    return runs
+
+
+def _report(runs: list[LayerRun], name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return runs[-1].call(name, forward, args, kwargs) if runs else forward(*args, **kwargs)
+
 
 INPUT = "<input>"  # no child of a layer can be called that
 Nodes = frozenset[str]
@@ -76,13 +249,13 @@ def fresh(model: torch.nn.Module) -> Callable[[], None]:
     that a sample would see the length of the one before it. No model of transformers writes into such a buffer.
     """
     owners = [vars(module) for module in model.modules() if module._non_persistent_buffers_set]
-    built = [(own, dict(own), dict(own["_buffers"])) for own in owners]
+    built = [(owner, dict(owner), dict(owner["_buffers"])) for owner in owners]
 
     def restore() -> None:
-        for own, attributes, buffers in built:
-            own.clear()
-            own.update(attributes)
-            own["_buffers"].update(buffers)
+        for owner, attributes, buffers in built:
+            owner.clear()
+            owner.update(attributes)
+            owner["_buffers"].update(buffers)
 
     return restore
 
@@ -126,19 +299,19 @@ class Decoder:
 
         ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
         """
-        run, own = LayerRun(**settings), call.own({})
+        run, copied = LayerRun(**settings), call.with_state({})
         self.restore()
-        arguments = self.as_called(hidden).clone(), *own.args  # the layer may change its input in place
+        arguments = self.as_called(hidden).clone(), *copied.args  # the layer may change its input in place
         self.runs.append(run)
         try:
-            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, own.kwargs)
+            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, copied.kwargs)
             run.returned, run.output = returned, self.tokens_first(hidden_of(returned))
             run.state = handed_on(returned, self.form.handed)
         except Reached:
             pass
         finally:
             self.runs.pop()
-        run.state = {**own.entered(call), **run.state}
+        run.state = {**copied.entered(call), **run.state}
         return run
 
     def tokens_first(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -223,3 +396,50 @@ class Decoder:
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
             kinds.append((modules, shapes, number if shared else None))
         return [kinds.index(kind) for kind in kinds]
+
+    # Submodules
+
+    def submodules(self, level: str, layer: int) -> list[str]:
+        """The canonical names of a level's submodules in one layer, in the order of the forward pass.
+
+        Where the layer's parts at a level cannot be told apart, they are those of the next coarser level, as
+        ``fallbacks`` says.
+
+        Raises:
+            SltaError: the logits do not follow from the last layer's output alone, at level ``model``.
+        """
+        split = self.structures[layer]
+        if level == "model":
+            if self.tail_problem:
+                raise SltaError(self.tail_problem)
+            return []
+        maps = level == "linear" and not split.of_some_tokens
+        parts = Parts(
+            branches=[branch for branch in BRANCHES if branch in split.branches],
+            heads=list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else [],
+            maps=[linear_map.name for linear_map in linear_maps(self.layers[layer])] if maps else [],
+        )
+        return [submodule_name(layer, part) for part in parts.at(level)]
+
+    def fallbacks(self, level: str) -> list[Fallback]:
+        """Which layers are measured at a coarser level than asked for, and why."""
+        coarser_layers: dict[tuple[str, str, str], list[int]] = {}
+        for layer in range(len(self)):
+            if why := self._fallback(level, layer):
+                coarser_layers.setdefault((*why, type(self.layers[layer]).__name__), []).append(layer)
+        return [
+            Fallback(level, coarser, tuple(at), kind, reason) for (coarser, reason, kind), at in coarser_layers.items()
+        ]
+
+    def _fallback(self, level: str, layer: int) -> tuple[str, str] | None:
+        """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
+        split = self.structures[layer]
+        if level == "linear":
+            if split.of_some_tokens:
+                return "layer", f"{split.of_some_tokens} is given the features of some tokens only"
+            return None if linear_maps(self.layers[layer]) else ("layer", "it has no linear maps")
+        if level in ("attn_mlp", "head_mlp") and not split.branches:
+            return "layer", "its attention and MLP branches cannot be told apart"
+        if level == "head_mlp" and split.mixers and isinstance(split.heads, str):
+            return "attn_mlp", split.heads
+        return None

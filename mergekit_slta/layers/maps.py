@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.layers.calls import Weights
 from mergekit_slta.levels import fused_map_part
 from mergekit_slta.models.roles import has_transposed_experts
-from mergekit_slta.numerics.symmetric import inner_products
 
+Weights = Mapping[str, torch.Tensor]
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -78,7 +77,7 @@ class Heads:
 
 def linear_maps(layer: torch.nn.Module) -> list[LinearMap]:
     """The linear maps of a decoder layer; convolutions and norms do not count."""
-    return [found for path, module in layer.named_modules() for found in _maps_of(path, module)]
+    return [linear_map for path, module in layer.named_modules() for linear_map in _maps_of(path, module)]
 
 
 def is_numbered(module: str) -> bool:
@@ -174,26 +173,7 @@ def _only_scales(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Embedding) or "norm" in type(module).__name__.lower()
 
 
-class MapDeltas:
-    """A map's change from the base model to each expert, and the Gram matrices of its output's change.
-
-    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. ``weights`` are the layer's tensors of the
-    base model, then of each of the ``T`` experts.
-    """
-
-    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights]) -> None:
-        base, offset = linear_map.matrix(weights[0]), linear_map.offset(weights[0])
-        self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
-        offsets = [linear_map.offset(expert) for expert in weights[1:]]
-        self.biases = [None if offset is None or own is None else own - offset for own in offsets]
-
-    def gram(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
-        pairs = zip((inputs @ matrix.T for matrix in self.matrices), self.biases, strict=True)
-        return inner_products([(delta if bias is None else delta + bias).flatten() for delta, bias in pairs])
-
-
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A layer's tensors [E, ...] that hold the matrices of a mixture's routed experts, by their names in the layer."""
-    names = {found.weight for found in linear_maps(layer) if found.expert is not None}
+    names = {m.weight for m in linear_maps(layer) if m.expert is not None}
     return {name: tensor for name, tensor in layer.state_dict().items() if name in names}

@@ -1,23 +1,51 @@
-"""Trace a model once: build it without weights, and run its layers with made-up weights to see how they work."""
+"""Trace a model once: build it without weights, and run its layers with made-up weights to see how they work.
+
+Nothing here knows an architecture by name.
+
+- How a layer splits into branches shows when its children return other values. Where the outputs of all children are
+  given, a layer computes no more than what lies between them, such as sums: changing one output shows what is made from
+  it.
+- Which rows of an attention's linear maps belong to which head shows in one gradient, although architectures store
+  queries, keys and values separately or fused in several orders, share keys among heads, or transpose: with the
+  projections' outputs as variables, a head's features depend on exactly the rows that belong to it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformers
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, fresh
-from mergekit_slta.layers.ends import tail_problem
-from mergekit_slta.layers.forms import with_form
-from mergekit_slta.layers.recording import watch
-from mergekit_slta.layers.structure import find_structure
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.layers.calls import embed, made_up_edges, random_numbers, some_tokens, tail_problem, with_form
+from mergekit_slta.layers.decoder import (
+    INPUT,
+    Decoder,
+    LayerCall,
+    LayerRun,
+    LayerStructure,
+    Nodes,
+    fresh,
+    hidden_of,
+    watch,
+)
+from mergekit_slta.layers.maps import Heads, Weights, linear_maps, takes_some_tokens
+from mergekit_slta.models.layout import meta_model
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+# The node of the graph of a layer's children that is its output.
+OUTPUT = "<output>"
+# Of the largest number: by how much a token's features differ where a module has seen another token.
+MIXING_TOLERANCE = 1e-4
+INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
 def trace(
@@ -88,8 +116,8 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
 def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) -> torch.nn.ModuleList:
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     lists = [module for module in tower.modules() if isinstance(module, torch.nn.ModuleList)]
-    if found := [module for module in lists if len(module) == depth]:
-        return found[0]
+    if deep := [module for module in lists if len(module) == depth]:
+        return deep[0]
     # Some configurations count attention layers; a decoder layer may have several of them.
     kinds = set(getattr(tower, "_no_split_modules", None) or ())
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
@@ -114,3 +142,247 @@ def _give_buffers(model: transformers.PreTrainedModel, device: torch.device) -> 
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+
+
+# Branches
+
+
+def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+    """Made-up weights of a layer, and its input and call for two samples that differ in the first of two tokens.
+
+    Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
+    """
+    first, other, last = some_tokens(decoder)
+    edges = made_up_edges(decoder)
+    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
+    state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
+    state |= {
+        path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()
+    }
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].with_state(state)
+
+
+@torch.no_grad()
+def find_structure(decoder: Decoder, layer: int) -> LayerStructure:
+    """How the layer splits into branches, in none where the trace does not show it."""
+    trial = _Trial(decoder, layer)
+    tokens = trial.base.output.shape[:2]
+    of_some = (name for name, given in trial.base.inputs.items() if takes_some_tokens(name, given[0], tokens))
+    split = LayerStructure(of_some_tokens=next(of_some, ""))
+    with contextlib.suppress(Exception):  # a model's own code may raise anything when modules return other values
+        split = _without_heads(trial, decoder, layer, split)
+        if split.branches:
+            split = replace(split, heads=find_heads(decoder, layer, split))
+    return split
+
+
+def _without_heads(trial: _Trial, decoder: Decoder, layer: int, whole: LayerStructure) -> LayerStructure:
+    """What the layer makes of its children's outputs, added to ``whole``, and its branches."""
+    reads = {node: trial.read_by(node) for node in (*trial.outputs, OUTPUT)}
+    children = {child: reads[child] for child in trial.outputs}
+    whole = replace(whole, reads=children, summands=trial.summands(reads[OUTPUT]))
+    owners = frozenset(name.partition(".")[0] for name in decoder.layers[layer].state_dict())
+    # Only one call of a child is known, and none where the layer calls the child's parts one by one; a module that
+    # layers share may work differently in each of them.
+    unknown = (trial.base.repeated | trial.base.opened - trial.outputs.keys()) & owners
+    if unknown or decoder.shared_tensors & {*decoder.layer_tensors(layer).values()}:
+        return whole
+    split = _split(trial, reads, whole)
+    # Children whose tensors the layer uses by itself, or never, and its own tensors.
+    unseen = owners.difference(*split.branches.values()) | owners & trial.base.opened
+    branches = {name: children | unseen for name, children in split.branches.items() if children & owners}
+    boundary = split.boundary if len(branches) > 1 else None
+    split = replace(split, branches=branches, boundary=boundary, heads=INSEPARABLE)
+    return split if trial.confirms(split) else whole
+
+
+class _Trial:
+    """A layer with made-up weights, its input and the outputs of its children, which can be changed."""
+
+    def __init__(self, decoder: Decoder, layer: int) -> None:
+        self._decoder, self._layer = decoder, layer
+        self._weights, self._hidden, self._call = made_up_layer(decoder, layer)
+        self._others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
+        modules = [linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.expert is None]
+        self.base = self._run(self._weights, {}, capture=modules)
+        self.outputs = self.base.outputs
+        self._given = {INPUT: self._hidden, **self.outputs}
+
+    def _run(self, weights: Weights, given: Mapping[str, Any], **settings: Any) -> LayerRun:
+        """Run the layer; the children whose outputs are not given compute them."""
+        hidden = given.get(INPUT, self._hidden)
+        return self._decoder.run(self._layer, weights, hidden, self._call, replay=given, **settings)
+
+    def read_by(self, node: str) -> Nodes:
+        """The children, and ``INPUT``, from whose outputs a child's arguments or the layer's output are made."""
+
+        def made(name: str) -> Any:
+            given = {**self._given, name: _other(self._given[name])} if name else self._given
+            run = self._run(self._weights, given, until=node)
+            return run.inputs.get(node, run.output)
+
+        before = made("")
+        return frozenset(name for name in self._given if not _equal(made(name), before))
+
+    def summands(self, sources: Collection[str]) -> dict[str, float] | None:
+        """The constants of ``LayerStructure.summands``."""
+        constants, zeros = [], tree_map_only(torch.Tensor, torch.zeros_like, self._given)
+        replayed = self._run(self._others, self._given).output
+        for weights, whole in ((self._weights, self.base.output), (self._others, replayed)):
+            given = {name: value for name, value in self._given.items() if name in sources}  # in the order of the calls
+            terms = {name: self._run(weights, {**zeros, name: value}).output for name, value in given.items()}
+            if not terms or not _close(sum(terms.values()), whole):
+                return None
+            factors = {name: ratio(term, hidden_of(given[name])) for name, term in terms.items()}
+            constants.append({name: factor / factors.get(INPUT, 1.0) for name, factor in factors.items()})
+        first, second = constants
+        same = all(math.isclose(factor, second[name], rel_tol=1e-4) for name, factor in first.items())
+        return first if same else None
+
+    def has_mixed(self, child: str) -> bool:
+        """Whether a child's output for the second token shows the first one, by which alone the two samples differ."""
+        value = hidden_of(self.outputs[child])
+        if not isinstance(value, torch.Tensor) or value.shape[:2] != (2, 2) or not value.is_floating_point():
+            return False
+        first, second = value[:, 1]
+        return float((first - second).abs().max()) > MIXING_TOLERANCE * float(first.abs().max())
+
+    def is_gate(self, child: str) -> bool:
+        """Whether the layer's input reaches its output through the hidden states that a child returns, and no else."""
+        value = self.outputs[child]
+        if isinstance(value, (tuple, list)):
+            value = type(value)([value[0], *_other(value[1:])])
+        return _equal(self._run(self._weights, {INPUT: _other(self._hidden), child: value}).output, self.base.output)
+
+    def confirms(self, split: LayerStructure) -> bool:
+        """Whether a branch alone makes of the layer what all together do, and another thing with other weights."""
+
+        def changes(branch: str, weights: Weights) -> bool:
+            run = self._run(weights, split.others_of(branch, self.base))
+            return bool(split.change(branch, run, self.base).any())
+
+        return all(not changes(branch, self._weights) and changes(branch, self._others) for branch in split.branches)
+
+
+def _split(trial: _Trial, reads: Mapping[str, Nodes], whole: LayerStructure) -> LayerStructure:
+    """Sort the children that the output depends on; ``whole`` where attention and MLP cannot be told apart.
+
+    What the residual stream holds after the first children that mix tokens is either a sum with what it held before,
+    which the MLP branch reads and adds to, or the output of a child through which everything goes (a norm of the sum).
+    """
+    before = all_before(reads)
+    live = before[OUTPUT] - {INPUT, OUTPUT}
+    mixed = {node for node in live if trial.has_mixed(node)}
+    first = {node for node in mixed if not before[node] & mixed - {node}}
+    if not first:
+        return replace(whole, branches={"mlp": frozenset(live)})
+    leading = set().union(*(before[node] for node in first)) - {INPUT}
+    after = {node for node in reads if before[node] & first}
+    # A child that the whole layer goes through, and after which nothing is left, ends both branches.
+    closing = live & after if INPUT not in reads[OUTPUT] else set()
+    ends = [node for node in trial.outputs if node in closing and first <= before[node] and live - before[node]]
+    boundary = next(filter(trial.is_gate, ends), None)
+    if boundary is not None:
+        attention = before[boundary] - {INPUT}
+    else:
+        earlier = leading - first | {INPUT}
+        merged = {node for node in after if reads[node] & after and reads[node] & earlier}
+        if OUTPUT not in merged:
+            return whole
+        attention = leading | {node for node in live & after if not before[node] & merged}
+    mlp = live - attention
+    mlp |= set().union(*(before[node] for node in mlp - after)) - {INPUT}  # what is parallel to the attention
+    branches = {"attn": frozenset(attention), "mlp": frozenset(mlp)}
+    return replace(whole, branches=branches, mixers=frozenset(first), boundary=boundary)
+
+
+def all_before(reads: Mapping[str, Nodes]) -> dict[str, set[str]]:
+    """By child, in the order of the calls: the child, and all that its arguments were made from."""
+    before: dict[str, set[str]] = {}
+    for node, read in reads.items():
+        before[node] = {node}.union(*(before.get(source, {source}) for source in read))
+    return before
+
+
+def ratio(product: torch.Tensor, output: object) -> float:
+    """The number that an output is multiplied by in a product; nan if it is not one number other than zero."""
+    if not isinstance(output, torch.Tensor) or output.numel() != product.numel():
+        return math.nan
+    output = output.reshape(product.shape)
+    factor = (product * output).sum() / output.square().sum()
+    return float(factor) if factor and _close(factor * output, product) else math.nan
+
+
+def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(two.abs().max()))
+
+
+def _equal(one: Any, two: Any) -> bool:
+    pairs = zip(tree_leaves(one), tree_leaves(two), strict=True)
+    return all(a is b or not isinstance(a, torch.Tensor) or torch.equal(a, b) for a, b in pairs)
+
+
+def _other(values: Any) -> Any:
+    """Other values, which are no multiples of the given ones; of indices the first two, whatever there is to choose."""
+
+    def other(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cos() if tensor.is_floating_point() else (tensor == 0).to(tensor.dtype)
+
+    return tree_map_only(torch.Tensor, other, values)
+
+
+# Heads
+
+
+@torch.enable_grad()
+def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
+    """The heads of a layer's attention, or why there are none to be told apart.
+
+    Raises:
+        Exception: whatever a model's own code raises when its norms return what they are given.
+    """
+    kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
+    if not kinds:
+        return "it mixes no tokens"
+    others = [kind for kind in kinds.values() if "attention" not in kind.lower()]
+    if others:
+        return f"it mixes tokens by {' and '.join(others)}, which is not known to have heads"
+    if len(kinds) > 1:
+        return "it has several attentions"
+    (mixer,) = kinds
+    maps = {m.name: m for m in linear_maps(decoder.layers[layer]) if m.name.startswith(mixer + ".")}
+    made_up = made_up_layer(decoder, layer)
+    outputs = decoder.run(layer, *made_up, keep={m.module for m in maps.values()}).outputs
+    projected = {name: value.clone().requires_grad_() for name, value in outputs.items() if "." in name}
+    output = list(projected)[-1] if projected else ""
+    if output not in maps:
+        return "its attention ends in no linear map that all heads share"
+    del projected[output]
+    leaves = list(projected.values())
+    with contextlib.ExitStack() as hooks:  # a norm over all heads would make each head depend on all rows
+        for name, module in decoder.layers[layer].get_submodule(mixer).named_modules(prefix=mixer):
+            if name not in (mixer, output, *projected) and list(module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_hook(lambda _, given, returned: given[0]))
+        (features, *_) = decoder.run(layer, *made_up, replay=projected, until=output).inputs[output]
+    # Such as those of an MLP after the attention in the same module. Keys may also come from an earlier layer.
+    if not _mixes_tokens(features, leaves) and not decoder.form.state:
+        return INSEPARABLE
+    count = decoder.model.config.get_text_config().num_attention_heads
+    if features.shape[-1] % count:
+        return f"its attention does not split into {count} heads of one size"
+    rows = {name: torch.zeros(value.shape[-1], count, dtype=torch.bool) for name, value in projected.items()}
+    for head, part in enumerate(features.unflatten(-1, (count, -1)).unbind(-2)):
+        gradients = torch.autograd.grad(part.square().sum(), leaves, retain_graph=True, allow_unused=True)
+        for belongs, gradient in zip(rows.values(), gradients, strict=True):
+            if gradient is not None:
+                belongs[:, head] = gradient.abs().sum(dim=tuple(range(gradient.ndim - 1))) > 0
+    for belongs in rows.values():
+        belongs[~belongs.any(1)] = True
+    return Heads(count, maps[output], rows)
+
+
+def _mixes_tokens(features: torch.Tensor, projected: Sequence[torch.Tensor]) -> bool:
+    """Whether the last token's features [..., S, D] depend on what the projections make of other tokens."""
+    last = features.flatten(0, -2)[-1].square().sum()
+    gradients = torch.autograd.grad(last, projected, retain_graph=True, allow_unused=True)
+    return any(bool(gradient.flatten(0, -2)[:-1].any()) for gradient in gradients if gradient is not None)

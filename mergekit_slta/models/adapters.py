@@ -1,18 +1,39 @@
-"""The files of a LoRA adapter, in a folder or on the Hub."""
+"""LoRA adapters: their files, and their merge into a folder named by the content of the adapter and its base model."""
 
 from __future__ import annotations
 
-import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mergekit.common import ModelPath, ModelReference
+import peft
+import torch
+import transformers
+from filelock import FileLock
+from mergekit.common import ModelPath, ModelReference, dtype_from_name, get_auto_cls
+from mergekit.io.tasks import LoaderCache
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 
 from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.files import digest
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import ADAPTER_CONFIG, Headers, file_headers, weight_files
-
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # the first one is preferred
+from mergekit_slta.models.fingerprint import fingerprint_of, stamps
+from mergekit_slta.models.headers import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILES,
+    Headers,
+    adapter_weights,
+    file_headers,
+    listed,
+    weight_files,
+)
+from mergekit_slta.models.layout import model_tensor_name
 
 # A folder with one of the first three holds a tokenizer.
 TOKENIZER_FILES = (
@@ -20,22 +41,15 @@ TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+
+
+# An adapter's files
 
 
 def adapter_headers(path: ModelPath, cache_dir: str | None = None) -> Headers:
     """The tensors of an adapter; an adapter on the Hub is downloaded."""
     return file_headers(adapter_weights(adapter_folder(path, cache_dir)))
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """The configuration of an adapter without the paths; names, which peft writes in any order, are sorted."""
-    file = folder / ADAPTER_CONFIG
-    with reading(file):
-        return {
-            key: sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
-            for key, value in json.loads(file.read_text(encoding="utf-8")).items()
-            if key not in ("base_model_name_or_path", "revision")
-        }
 
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
@@ -62,8 +76,158 @@ def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | No
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 
-def adapter_weights(folder: Path) -> Path:
-    for file in (folder / name for name in ADAPTER_FILES):
-        if file.exists():
-            return file
-    raise SltaError(f"{folder} is not a LoRA adapter: it lacks {ADAPTER_FILES[0]}.")
+# Merging
+
+
+def adapter_option(references: Iterable[ModelReference]) -> str:
+    """The option that a printed command needs for mergekit to merge these models, if one is an adapter."""
+    return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
+
+
+def in_recipes_type(options: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """mergekit's options by name, with the type to merge adapters in, unless they name one.
+
+    It is the recipe's ``dtype`` where that is wide: a base model's own bfloat16 rounds half of a small change away.
+    Otherwise it is the base model's, as a narrower one would change the weights that the adapter leaves alone.
+    """
+    wide = dtype if (dtype or "").removeprefix("torch.") in ("float32", "float64") else None
+    return {**options, "lora_merge_dtype": options.get("lora_merge_dtype") or wide}
+
+
+def merge_adapter(
+    self: ModelReference,
+    cache_dir: str | None = None,
+    trust_remote_code: bool = False,
+    lora_merge_dtype: str | None = None,
+) -> ModelReference:
+    """Replace mergekit's ``ModelReference.merged``, which names the folder by the two paths.
+
+    mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
+    Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
+
+    Raises:
+        SltaError: an adapter has no folder to be merged in, or does not fit its base model.
+    """
+    if self.lora is None:
+        return self
+    if not cache_dir:
+        raise SltaError(NO_FOLDER.format(model=self))
+    paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
+    base, adapter = source_folders(self, LoaderCache().hf_cache_dir)
+    assert adapter is not None
+    content = [fingerprint_of(base, adapter), lora_merge_dtype, sorted(stamps(source_files(base, adapter)).values())]
+    folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
+    part = folder.with_name(f"{folder.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.exists():
+            return ModelReference(model=ModelPath(path=str(folder)))
+        shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
+        try:
+            model = get_auto_cls(self.config(trust_remote_code).architectures[0]).from_pretrained(
+                self.model.path,
+                revision=self.model.revision,
+                dtype=dtype_from_name(lora_merge_dtype),
+                trust_remote_code=trust_remote_code,
+            )
+            tensors = peft.load_peft_weights(str(adapter), device="cpu")
+            adapted(model, self, adapter, tensors).merge_and_unload().save_pretrained(part)
+            os.replace(part, folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return ModelReference(model=ModelPath(path=str(folder)))
+
+
+_TRAINED = "base_model.model."  # what peft puts before the names of a model's modules
+
+
+def names_in(model: transformers.PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """The names of an adapter's tensors, each with its name where the adapter is one of this model.
+
+    A text model and the language tower of a multimodal one have other names for the same modules.
+    """
+    known = {*(path for path, _ in model.named_modules()), *model.state_dict()}
+    homes = {name: target_of(name) for name in names}
+    places = {home: model_tensor_name(home, known, model.base_model_prefix) or home for home in homes.values()}
+    return {name: name.replace(home, places[home], 1) for name, home in homes.items()}
+
+
+def target_of(name: str) -> str:
+    """The module that a tensor of a LoRA adapter changes; a tensor that an adapter holds whole."""
+    # peft wraps a module once for each of its parameters, and calls the module inside a wrapper "base_layer".
+    return name.removeprefix(_TRAINED).partition(".lora_")[0].removesuffix(".base_layer")
+
+
+def adapted(
+    model: transformers.PreTrainedModel, reference: ModelReference, folder: Path, tensors: Mapping[str, torch.Tensor]
+) -> peft.PeftModel:
+    """Put an adapter's tensors into a model, which is changed; both may be on the meta device.
+
+    Raises:
+        SltaError: the adapter has a tensor that does not fit the model, or lacks one.
+    """
+    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
+    if empty or not tensors:
+        holds = f"empty tensors ({listed(sorted(empty))})" if empty else "no tensors"
+        raise SltaError(
+            f"The adapter {reference.lora} holds {holds}: it was saved without gathering its shards, save it again."
+        )
+    names, is_meta = names_in(model, tensors), next(model.parameters()).is_meta
+    cure = "name the model that it was trained on"
+    if any(re.search(r"\.experts\.\d", name) for name in names):
+        cure = "train it on all experts and all of their maps, which transformers keeps in one tensor"
+    sentence = reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure)
+    with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        config.inference_mode = True
+        if is_meta and hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True  # others compute with the weights
+        mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
+        if any(before != after for before, after in names.items()):
+            _rename_targets(config, names)
+        whole = peft.PeftModel(model, config, low_cpu_mem_usage=is_meta)
+        renamed = {names[name]: tensor for name, tensor in tensors.items()}
+        try:
+            loaded: Any = peft.set_peft_model_state_dict(whole, renamed, low_cpu_mem_usage=is_meta)
+        except KeyError as error:
+            raise ValueError(f"it lacks {error.args[0]}, which its {ADAPTER_CONFIG} names") from error
+        except RuntimeError as error:
+            raise _misfit(error, reference, model) from error
+        if loaded.unexpected_keys:
+            raise ValueError(f"it adapts {_targets(loaded.unexpected_keys)}, which that model lacks")
+        state = whole.state_dict(keep_vars=True)
+        filled = {id(state[name]) for name in state.keys() - set(loaded.missing_keys)}  # some kinds share tensors
+        if lacking := [name for name in loaded.missing_keys if mark and mark in name and id(state[name]) not in filled]:
+            raise ValueError(f"it lacks tensors of {_targets(lacking)}, which its {ADAPTER_CONFIG} names")
+    return whole
+
+
+def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.PreTrainedModel) -> Exception:
+    """What torch says about tensors of other shapes, in fewer words."""
+    sizes = re.findall(r"size mismatch for (\S+): .*?\[(.*?)\].*?\[(.*?)\]", str(error))
+    pairs = {pair for _, *both in sizes for pair in zip(*(shape.split(", ") for shape in both), strict=False)}
+    differing = {given: wanted for given, wanted in pairs if given != wanted}
+    rows = str(getattr(model.config.get_text_config(), "vocab_size", ""))
+    if list(differing.values()) == [rows]:
+        (trained,) = differing
+        return SltaError(
+            f"The adapter {reference.lora} was trained with a vocabulary of {trained} tokens and {reference.model} has "
+            f"{rows}: save that model after resize_token_embeddings({trained}), and name the copy in its place."
+        )
+    return ValueError(f"its matrices for {_targets(name for name, *_ in sizes)} have other sizes") if sizes else error
+
+
+def _targets(names: Iterable[str]) -> str:
+    return listed(sorted(set(map(target_of, names))))
+
+
+def _rename_targets(config: Any, names: Mapping[str, str]) -> None:
+    """Have an adapter's configuration name the modules that its tensors were renamed to, and no others."""
+    homes = {target_of(old): target_of(new) for old, new in names.items() if ".lora_" in old}
+    for name in ("rank_pattern", "alpha_pattern"):
+        given = getattr(config, name, None) or {}
+        known = ((new, get_pattern_key(list(given), old)) for old, new in homes.items())
+        setattr(config, name, {re.escape(new): given[key] for new, key in known if key in given} | given)
+    if config.target_modules:
+        config.target_modules = {new for old, new in homes.items() if check_target_module_exists(config, old)}
+    config.exclude_modules = config.layers_to_transform = None  # they have been obeyed

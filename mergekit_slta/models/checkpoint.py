@@ -1,25 +1,26 @@
-"""One model's weights, read a layer at a time through mergekit's loader."""
+"""One model's weights, read a layer at a time through mergekit's loader, and a mixture's experts one by one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 import transformers
 from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
+from torch.utils._pytree import tree_map
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.models.adapters import source_files, source_folders
+from mergekit_slta.models.adapters import merge_adapter, source_files, source_folders
 from mergekit_slta.models.fingerprint import Stamps, fingerprint_of, stamps
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.models.merged_adapters import merge_adapter
-from mergekit_slta.models.stacks import ExpertStack
 
 PAGE = 4096  # bytes
+_aten = torch.ops.aten
 
 
 class Checkpoint:
@@ -212,3 +213,54 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
         return True
     tensor = tensor.float() if tensor.itemsize == 1 else tensor  # torch computes little in 8 bits
     return bool(torch.stack(tensor.aminmax()).to(dtype or tensor.dtype).cpu().double().isfinite().all())
+
+
+class ExpertStack(torch.Tensor):
+    """A float32 tensor [E, ...] whose parts are read when they are used.
+
+    ``stack[e]`` reads the matrix or the bias of one expert. transformers' eager code for mixtures, which calls one
+    expert after the other, asks for nothing else. Any other operation gets all parts for as long as it takes, which is
+    correct but needs their memory. Nothing can be written to a stack.
+
+    ``part`` reads one expert's part [...] to the device, given its number.
+    """
+
+    part: Callable[[int], torch.Tensor]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], device: torch.device | str, part: Callable[[int], torch.Tensor]
+    ) -> ExpertStack:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=torch.float32, device=torch.device(device)
+        )
+        made.part = part
+        return made
+
+    def whole(self) -> torch.Tensor:
+        """All parts in memory."""
+        whole = torch.empty(self.shape, device=self.device)
+        for index in range(len(whole)):
+            whole[index] = self.part(index)
+        return whole
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten.select.int and args[1] == 0:
+            stack: ExpertStack = args[0]
+            return stack.part(int(args[2]))
+        if func is _aten.equal.default and args[0].shape == args[1].shape:
+            return all(torch.equal(args[0][index], args[1][index]) for index in range(len(args[0])))
+        if func._schema.is_mutable and isinstance(args[0], cls):
+            raise TypeError(f"{func} cannot change the experts of a mixture that are read when they are used.")
+        args, kwargs = tree_map(lambda value: value.whole() if isinstance(value, cls) else value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
+    """A stack whose parts are copied from a tensor [E, ...] on the host when they are used."""
+    return ExpertStack(host.shape, device, lambda expert: host[expert].to(device))

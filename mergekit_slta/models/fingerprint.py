@@ -20,8 +20,7 @@ from safetensors.torch import save
 
 from mergekit_slta.errors import reading
 from mergekit_slta.files import digest
-from mergekit_slta.models.adapters import adapter_settings, adapter_weights
-from mergekit_slta.models.headers import unpickled, weight_map
+from mergekit_slta.models.headers import ADAPTER_CONFIG, adapter_weights, unpickled, weight_map
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
@@ -44,6 +43,17 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
         return content
     merged = [content, _content_hash(_sampled(adapter_weights(adapter))), adapter_settings(adapter), None]
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
+
+
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """The configuration of an adapter without the paths; names, which peft writes in any order, are sorted."""
+    file = folder / ADAPTER_CONFIG
+    with reading(file):
+        return {
+            key: sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+            for key, value in json.loads(file.read_text(encoding="utf-8")).items()
+            if key not in ("base_model_name_or_path", "revision")
+        }
 
 
 def stamps(files: Iterable[Path]) -> Stamps:

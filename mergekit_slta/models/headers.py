@@ -23,11 +23,11 @@ from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
-from mergekit_slta.models.layout import Layout
-from mergekit_slta.models.skeleton import meta_model, model_tensor_name
+from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -96,14 +96,10 @@ class Model:
         """How many token ids the model knows; None if it is no language model."""
         return self.size("vocab_size")
 
-    @cached_property
-    def _layouts(self) -> dict[int, Layout]:
-        return {}
-
     def layout(self, base: Model) -> Layout:
         """How its checkpoint stores the tensors of the base model."""
         shapes = {name: header.shape for name, header in self.tensors.items()}
-        return self._layouts.setdefault(id(base), Layout(base.built, self.tensors, shapes))
+        return Layout(base.built, self.tensors, shapes)
 
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""
@@ -201,6 +197,14 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist."""
     chosen = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
     return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
+
+
+def adapter_weights(folder: Path) -> Path:
+    """The weight file in an adapter's folder; an SltaError if it has none."""
+    for file in (folder / name for name in ADAPTER_FILES):
+        if file.exists():
+            return file
+    raise SltaError(f"{folder} is not a LoRA adapter: it lacks {ADAPTER_FILES[0]}.")
 
 
 def _indexed_files(index: Path) -> dict[str, list[str]]:

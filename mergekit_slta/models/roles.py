@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.layout import meta_model
 
 LOG = logging.getLogger(__name__)
 

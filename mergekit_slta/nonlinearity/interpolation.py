@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.layers.blend import Alpha, Blend, blend
-from mergekit_slta.layers.calls import Weights
-from mergekit_slta.layers.ends import logit_tensors
-from mergekit_slta.layers.submodules import layer_submodules
+from mergekit_slta.layers.blend import Blend, blend
+from mergekit_slta.layers.calls import logit_tensors
+from mergekit_slta.layers.maps import Weights
 from mergekit_slta.levels import Parts
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 
@@ -50,24 +49,24 @@ class Interpolation(Accumulator[Grams]):
         """The base model's stream; level ``model`` also needs each setting's own."""
         followed: list[Source] = [self.models[0]]
         if "model" in self.levels:
-            followed += [Blend(self.models, _everywhere(setting)) for setting in self.settings]
+            followed += [Blend(self.models, setting) for setting in self.settings]
         return [[model] * len(self.tasks) for model in followed]
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        no_runs = {"linear"} if Parts.of(layer_submodules(self.decoder, "linear", layer)).maps else set[str]()
+        no_runs = {"linear"} if Parts.of(self.decoder.submodules("linear", layer)).maps else set[str]()
         features, maps = (
             LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in chosen])
             for chosen in ({*self.levels} - no_runs, no_runs)
         )
-        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+        names = [name for level in self.levels for name in self.decoder.submodules(level, layer)]
         measured = {name: self._no_grams() for name in names}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)
             base, runs = features.run_base(hidden, call), []
             for stream, setting in enumerate(self.settings, 1):
-                blended = _at(setting, weights)
+                blended = blend(weights[0], weights[1:], setting)
                 runs.append(features.run(blended, base, hidden, call))
                 if "model" in self.levels:
                     streams.run_layer(stream, number, blended)
@@ -84,21 +83,13 @@ class Interpolation(Accumulator[Grams]):
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the logits' change included."""
         if "model" in self.levels:
-            edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
+            base, *experts = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
             points = [torch.zeros(len(self.models) - 1), *self.settings]
-            gram = logit_grams(self.decoder, streams, self._no_grams(), lambda: (_at(point, edges) for point in points))
+            zeros = self._no_grams()
+            gram = logit_grams(self.decoder, streams, zeros, lambda: (blend(base, experts, own) for own in points))
             self.grams |= of_all_ranks({"model": gram}, self.ranks, [BETWEEN] * len(self.settings))
         return self.grams
 
     def _no_grams(self) -> torch.Tensor:
         samples, settings = sum(map(len, self.tasks)), len(self.settings)
         return torch.zeros(samples, settings, settings, dtype=torch.float64)
-
-
-def _at(setting: torch.Tensor, weights: Sequence[Weights]) -> dict[str, torch.Tensor]:
-    """The tensors theta_0 + sum_t c_t tau_t of a setting c [T], from those of the base model and the experts."""
-    return blend(weights[0], weights[1:], _everywhere(setting))
-
-
-def _everywhere(setting: torch.Tensor) -> Alpha:
-    return lambda name: setting

@@ -16,13 +16,11 @@ from typing import SupportsIndex, Unpack
 
 import torch
 
-from mergekit_slta.engine.batches import Tasks, share
-from mergekit_slta.engine.loop import pass_layers
-from mergekit_slta.engine.progress import layer_bar
+from mergekit_slta.engine.loop import layer_bar, pass_layers
 from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
@@ -189,7 +187,7 @@ class Plan:
             group = "+".join(members)
             result.members[group] = members
             for level in self.levels:
-                names = [name for layer in layers for name in layer_submodules(self.decoder, level, layer)]
+                names = [name for layer in layers for name in self.decoder.submodules(level, layer)]
                 _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
         return result
 

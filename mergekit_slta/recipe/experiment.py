@@ -23,16 +23,13 @@ from mergekit_slta.data.sources import is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
-from mergekit_slta.models.adapters import tokenizer_folder
-from mergekit_slta.models.architecture import architecture_of
+from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
+from mergekit_slta.models.architecture import adapt_loaders, architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.models.loaders import adapt_loaders
-from mergekit_slta.models.merged_adapters import in_recipes_type
 from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -216,7 +213,7 @@ class Experiment:
             others = other_vocabularies(self.pairs)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
         for layer in self.decoder.one_of_each_kind():
-            all_of(functools.partial(layer_submodules, self.decoder, level, layer) for level in levels)
+            all_of(functools.partial(self.decoder.submodules, level, layer) for level in levels)
 
     # Data
 

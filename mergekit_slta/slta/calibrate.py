@@ -25,16 +25,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.accumulator import Accumulator, Progress, Tensors
-from mergekit_slta.engine.batches import Tasks
-from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams, read_edges
-from mergekit_slta.layers.calls import Weights
+from mergekit_slta.engine.streams import Streams, Tasks, read_edges
+from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import logit_tensors
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.maps import Weights
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
 
@@ -71,7 +68,7 @@ def calibrate(
         SltaError: a level does not apply to the models, a checkpoint's tensors or an expert's features are not finite,
             or one sample does not fit into memory.
     """
-    for note in (note for level in levels for note in fallbacks(decoder, level)):
+    for note in (note for level in levels for note in decoder.fallbacks(level)):
         LOG.warning("%s", note)
     calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels)
     return pass_layers(calibration, partial=partial, progress=progress)
@@ -95,7 +92,7 @@ class _Calibration(Accumulator[Grams]):
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
         """The shapes [N, T, T] of the layer's Gram matrices."""
-        names = [name for level in self.levels for name in layer_submodules(self.decoder, level, layer)]
+        names = [name for level in self.levels for name in self.decoder.submodules(level, layer)]
         return dict.fromkeys(names, self.shape)
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:

@@ -15,20 +15,17 @@ import torch
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall, Weights
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import logits
+from mergekit_slta.layers.calls import logits
+from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import (
     Heads,
     LinearMap,
-    MapDeltas,
     RoutedInputs,
+    Weights,
     fused_hidden,
     linear_maps,
     routed_inputs,
 )
-from mergekit_slta.layers.recording import LayerRun
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
 from mergekit_slta.numerics.symmetric import inner_products
 
@@ -52,10 +49,8 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     Returns:
         [B, T, T] float64 on the CPU, exactly symmetric.
     """
-    grams = []
-    for row, length in enumerate(lengths):
-        grams.append(inner_products([delta[row, :length].reshape(-1) for delta in deltas]))
-    return torch.stack(grams)
+    rows = enumerate(lengths)
+    return torch.stack([inner_products([delta[row, :length].reshape(-1) for delta in deltas]) for row, length in rows])
 
 
 def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
@@ -73,6 +68,25 @@ def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
                 "overflow float32, leave the model out or get a sound copy."
             )
     return grams
+
+
+class MapDeltas:
+    """A map's change from the base model to each expert, and the Gram matrices of its output's change.
+
+    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. ``weights`` are the layer's tensors of the
+    base model, then of each of the ``T`` experts.
+    """
+
+    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights]) -> None:
+        base, offset = linear_map.matrix(weights[0]), linear_map.offset(weights[0])
+        self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
+        offsets = [linear_map.offset(expert) for expert in weights[1:]]
+        self.biases = [None if offset is None or other is None else other - offset for other in offsets]
+
+    def gram(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The Gram matrix [T, T] float64 of one sample, from the map's inputs [S, D]; exactly symmetric."""
+        pairs = zip((inputs @ matrix.T for matrix in self.matrices), self.biases, strict=True)
+        return inner_products([(delta if bias is None else delta + bias).flatten() for delta, bias in pairs])
 
 
 @dataclass(frozen=True)
@@ -99,12 +113,12 @@ class LayerFeatures:
         self.decoder = decoder
         self.layer = layer
         self.weights = weights
-        names = {name for level in levels for name in layer_submodules(decoder, level, layer)}
+        names = {name for level in levels for name in decoder.submodules(level, layer)}
         parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
         self.structure = decoder.structures[layer]
         of_layer = [name for name in weights[0] if "." not in name]  # such as a constant that all is multiplied by
-        if any(not torch.equal(own[name], weights[0][name]) for name in of_layer for own in weights[1:]):
+        if any(not torch.equal(expert[name], weights[0][name]) for name in of_layer for expert in weights[1:]):
             self.structure = replace(self.structure, summands=None)
         heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
@@ -157,7 +171,11 @@ class LayerFeatures:
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
         """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
-        return [_changed_children(self.weights[0], own) for own in self.weights[1:]]
+        base, *experts = self.weights
+        return [
+            frozenset(name.partition(".")[0] for name, tensor in expert.items() if not torch.equal(tensor, base[name]))
+            for expert in experts
+        ]
 
     def run(
         self,
@@ -225,15 +243,6 @@ class LayerFeatures:
         module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
         return fused_hidden(module, first.apply(self.weights[0], inputs))
-
-
-def _changed_children(base: Weights, expert: Weights) -> frozenset[str]:
-    found: set[str] = set()
-    for name, tensor in expert.items():
-        child = name.partition(".")[0]
-        if child not in found and not torch.equal(tensor, base[name]):
-            found.add(child)
-    return frozenset(found)
 
 
 def logit_grams(

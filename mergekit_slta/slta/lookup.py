@@ -5,30 +5,39 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import click
 import torch
 
 from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.sources import source_name
-from mergekit_slta.engine.batches import share
+from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.progress import layer_bar
+from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.submodules import fallbacks
+from mergekit_slta.files import digest
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
+from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
-from mergekit_slta.slta.matching import fingerprint, local_identity, match, model_contents
 from mergekit_slta.slta.statistics import Solution, Statistics
-from mergekit_slta.slta.statistics_file import CalibrationInfo, Info, resolve_statistics, versions
+from mergekit_slta.slta.statistics_file import (
+    BaseContent,
+    CalibrationInfo,
+    Fingerprint,
+    Info,
+    resolve_statistics,
+    settings_fingerprint,
+    tokens_fingerprint,
+    versions,
+)
 from mergekit_slta.slta.weights import TensorWeights
 
 LOG = logging.getLogger(__name__)
@@ -66,58 +75,80 @@ def measure(
 
 
 def measured_statistics(
-    experiment: Experiment,
-    levels: Sequence[str] | None = None,
-    path: str | os.PathLike[str] | None = None,
-    merge: tuple[Path, Partial] | None = None,
+    experiment: Experiment, levels: str | Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
 ) -> Statistics:
-    """``measure`` for an opened recipe.
-
-    ``merge`` is, for a merge, the statistics file in its output, which is used if it fits and replaced if not, and the
-    folder of its finished layers.
-    """
-    settings = experiment.settings
-    chosen = settings if isinstance(settings, SltaSettings) else SltaSettings()
-    named = [levels] if isinstance(levels, str) else levels or [chosen.level]
-    experiment.require_levels(named)
-    asked = [level for level in LEVELS if level in named]
-    source = os.fspath(path) if path else chosen.statistics
-    file = resolve_statistics(source, experiment.transformers_cache) if source else None
-    ranks, exists = experiment.ranks, file is not None and file.is_file()
-    if file is not None:
-        ranks.require_equal(exists, file.parent)
-    if file is not None and exists:
+    """``measure`` for an opened recipe."""
+    asked, ranks = _levels(experiment, levels), experiment.ranks
+    source, file = _named_file(experiment, path)
+    if file is not None and file.is_file():
         statistics = _matched(experiment, file, asked)
         _say_known(experiment, source)
-        if merge:  # from here to its end it counts as unfinished
-            merge[1].begin({"statistics": source}, ranks, replace=True)
-        elif ranks.first:
+        if ranks.first:
             Partial(partial_folder(file)).remove()  # of a run that was killed after it had written the file
         return statistics
+    data, info, run = _described(experiment, asked)
+    if file is None:
+        return _measured(experiment, info, data, asked, None)
+    partial = Partial(partial_folder(file))
+    with partial.held(ranks):
+        partial.begin(run, ranks)
+        statistics = _measured(experiment, info, data, asked, partial, file)
+        if ranks.first:
+            partial.remove()
+    return statistics
+
+
+def statistics_of_merge(experiment: Experiment, beside: Path, partial: Partial) -> Statistics:
+    """The statistics for a merge: of the recipe's file, or else of the file in the merge's output.
+
+    Args:
+        experiment: the recipe.
+        beside: the file in the output, which is used if it fits, and replaced if not.
+        partial: the folder of finished layers in the output; from now on the merge counts as unfinished.
+    """
+    asked, ranks = _levels(experiment), experiment.ranks
+    source, file = _named_file(experiment)
+    if file is not None and file.is_file():
+        statistics = _matched(experiment, file, asked)
+        _say_known(experiment, source)
+        partial.begin({"statistics": source}, ranks, replace=True)
+        return statistics
+    data, info, run = _described(experiment, asked)
+    partial.begin(run, ranks, replace=True)
+    if file is None:
+        info = info.model_copy(update={"files": run["files"]})
+        if (known := _still_fits(experiment, beside, info.files, asked)) is not None:
+            _say_known(experiment, beside)
+            return known
+    return _measured(experiment, info, data, asked, partial, file or beside)
+
+
+def _levels(experiment: Experiment, levels: str | Sequence[str] | None = None) -> list[str]:
+    """The levels to measure, by default the recipe's, in the order of ``LEVELS``."""
+    settings = experiment.settings
+    chosen = settings.level if isinstance(settings, SltaSettings) else SltaSettings().level
+    named = [levels] if isinstance(levels, str) else levels or [chosen]
+    experiment.require_levels(named)
+    return [level for level in LEVELS if level in named]
+
+
+def _named_file(experiment: Experiment, path: str | os.PathLike[str] | None = None) -> tuple[str, Path | None]:
+    """The statistics file of this path, or else the recipe's: how it is named, and where it is; it need not exist."""
+    settings = experiment.settings
+    source = os.fspath(path or "") or (settings.statistics if isinstance(settings, SltaSettings) else "")
+    if not source:
+        return "", None
+    file = resolve_statistics(source, experiment.transformers_cache)
+    experiment.ranks.require_equal(file.is_file(), file.parent)
+    return source, file
+
+
+def _described(experiment: Experiment, levels: Sequence[str]) -> tuple[list[CalibrationData], Info, dict[str, Any]]:
+    """The samples, the metadata of a measurement, and what identifies the run for its folder of finished layers."""
     require_calibration(experiment.recipe)
     data = experiment.load_data(experiment.recipe.tasks)
     info = _info(experiment, data)
-    run = local_identity(experiment, info.fingerprint) | {"levels": asked}
-    if merge:
-        merge[1].begin(run, ranks, replace=True)
-    if file is None and merge is not None:
-        file, info = merge[0], info.model_copy(update={"files": run["files"]})
-        if (known := _still_fits(experiment, file, info.files, asked)) is not None:
-            _say_known(experiment, file)
-            return known
-    if file is None:
-        return _measured(experiment, info, data, asked, None)
-    partial = merge[1] if merge else Partial(partial_folder(file))
-    with contextlib.nullcontext() if merge else partial.held(ranks):
-        if not merge:
-            partial.begin(run, ranks)
-        statistics = _measured(experiment, info, data, asked, partial)
-        if ranks.first:
-            statistics.save(file)
-        ranks.wait()
-        if ranks.first and not merge:
-            partial.remove()
-    return statistics
+    return data, info, local_identity(experiment, info.fingerprint) | {"levels": levels}
 
 
 def _say_known(experiment: Experiment, source: str | Path) -> None:
@@ -163,9 +194,14 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
 
 
 def _measured(
-    experiment: Experiment, info: Info, data: Sequence[CalibrationData], levels: Sequence[str], partial: Partial | None
+    experiment: Experiment,
+    info: Info,
+    data: Sequence[CalibrationData],
+    levels: Sequence[str],
+    partial: Partial | None,
+    file: Path | None = None,
 ) -> Statistics:
-    """Run the models on the samples."""
+    """Run the models on the samples, and write the statistics to the file."""
     ranks = experiment.ranks
     decoder = on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
@@ -174,13 +210,17 @@ def _measured(
         grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, progress=progress)
     for model in models:
         model.refuse_changes()
-    coarser = tuple(fallback for level in levels for fallback in fallbacks(decoder, level))
-    return Statistics(
+    coarser = tuple(fallback for level in levels for fallback in decoder.fallbacks(level))
+    statistics = Statistics(
         grams,
         torch.tensor([task for task, samples in enumerate(tasks) for _ in samples]),
         torch.tensor([len(token_ids) for samples in tasks for token_ids in samples]),
         info.model_copy(update={"levels": tuple(levels), "fallbacks": coarser}),
     )
+    if file is not None and ranks.first:
+        statistics.save(file)
+    ranks.wait()
+    return statistics
 
 
 def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
@@ -212,3 +252,127 @@ def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
 
 def partial_folder(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
+
+
+# The content of models, data and settings
+
+
+def match(
+    info: Info,
+    path: Path,
+    experiment: Experiment,
+    base: BaseContent | None,
+    experts: Sequence[str | None],
+    data: Sequence[CalibrationData | None],
+    levels: Sequence[str],
+) -> list[int]:
+    """Compare a file with a recipe: models by content, in any order; data and settings if the recipe names data.
+
+    Args:
+        info, path: the file's metadata, and its path.
+        base: the base model's content; None if only a download would show it.
+        experts: the experts' fingerprints in the recipe's order; None likewise.
+        data: the samples of the recipe's tasks; None for samples that are not drawn.
+        levels: the levels that the recipe needs.
+
+    Returns:
+        For each of the experts with a fingerprint its index in the file.
+
+    Raises:
+        SltaError: everything in which the file does not fit, a sentence each.
+    """
+    recipe = experiment.recipe
+    problems = list(_base_problems(info, path, str(recipe.base), base)) if base else []
+    unused, order = dict(enumerate(info.fingerprint.experts)), list[int | None]()
+    for expert, content, samples in zip(recipe.experts, experts, data, strict=False):  # the base model's come last
+        equal = [index for index, known in unused.items() if known == content]
+        # Of copies of one expert, the one that was measured on these samples.
+        same_data = [index for index in equal if samples and info.calibration[index].sha256 == samples.sha256]
+        order.append(next(iter(same_data or equal), None))
+        if equal:
+            del unused[(same_data or equal)[0]]
+        elif content is not None:
+            problems.append(
+                f"The expert {expert} is not one of the models that {path} was measured on "
+                f"({', '.join(info.models)}; other content): use those, or measure into another file."
+            )
+    if recipe.keep and info.keep is None:
+        problems.append(
+            f"{path} was measured without prompts of the base model, which the recipe lists with its own: measure into "
+            "another file, or leave the base model out of 'models'."
+        )
+    if all(task.calibration for task in recipe.tasks):
+        settings = [
+            f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with "
+            f"{getattr(info, name)}: set that value, or measure into another file."
+            for name in ("samples", "max_tokens", "seed")
+            if getattr(recipe.settings, name) != getattr(info, name)
+        ]
+        # Other settings draw other samples, so the data can be compared only if the settings are equal.
+        known = [None if index is None else info.calibration[index] for index in order]
+        problems += settings or [
+            f"The calibration data '{task.calibration}' of {task} gives other tokens than "
+            f"'{measured.source}', on which {path} was measured: use that data, leave 'calibration' "
+            "out to use the file as it is, or measure into another file."
+            for task, measured, samples in zip(recipe.tasks, [*known, info.keep], data, strict=False)
+            if measured is not None and samples is not None and samples.sha256 != measured.sha256
+        ]
+    if missing := [level for level in levels if level not in info.levels]:
+        asked = " ".join(f"--level {level}" for level in (*info.levels, *missing))
+        problems.append(
+            f"{path} lacks the level {', '.join(missing)} (it holds {', '.join(info.levels)}): use a level that it "
+            f"holds, or measure another file with 'mergekit-slta calibrate RECIPE -o FILE {asked}'."
+        )
+    if problems:
+        raise SltaError(*problems)
+    return [index for index in order if index is not None]
+
+
+def _base_problems(info: Info, path: Path, name: str, base: BaseContent) -> Iterator[str]:
+    known = info.fingerprint.base
+    # Another version of transformers may add or drop entries.
+    same_version = info.versions.get("transformers") == versions()["transformers"]
+    names = known.config.keys() | base.config.keys() if same_version else known.config.keys() & base.config.keys()
+    changed = sorted(name for name in names if known.config.get(name) != base.config.get(name))
+    if known.tensors != base.tensors:
+        yield (
+            f"The base model {name} is not the one that {path} was measured on ('{info.base_model}', "
+            "other content): use that base model or other statistics."
+        )
+    elif changed:
+        yield (
+            f"The configuration of the base model {name} is not the one that {path} was measured with (other "
+            f"{', '.join(changed)}): change it back, or measure into another file."
+        )
+
+
+def model_contents(experiment: Experiment) -> tuple[BaseContent, list[str]]:
+    """Identify the base model and the experts."""
+    config = hashed_computation(experiment.base.config)
+    base = BaseContent(tensors=experiment.base.fingerprint(), config=config)
+    return base, [expert.fingerprint() for expert in experiment.experts]
+
+
+def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fingerprint:
+    """Identify the models, the samples and the settings."""
+    settings = experiment.settings
+    base, experts = model_contents(experiment)
+    return Fingerprint(
+        base=base,
+        experts=tuple(experts),
+        tokens=tokens_fingerprint([samples.sha256 for samples in data]),
+        settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
+    )
+
+
+def local_identity(experiment: Experiment, content: Fingerprint) -> dict[str, Any]:
+    """Identify a run on this machine by its models, data and settings, and by the stamps of the models' files.
+
+    The hash of the size, time and inode of every file also differs after an edit of a few rows, which the content's
+    sample of the bytes does not show. Where processes have disks of their own, the first one's count.
+    """
+    models = [experiment.base, *experiment.experts]
+    adapters = [experiment.options.lora_merge_dtype] if any(model.reference.lora for model in models) else []
+    files = digest([*(sorted(model.stamps.values()) for model in models), *adapters])
+    first = int(experiment.ranks.gather(int(files[:12], 16))[0])
+    return content.model_dump(mode="json") | {"files": f"{first:x}"}

@@ -11,7 +11,6 @@ import torch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.levels import Parts, head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
@@ -45,7 +44,7 @@ class TensorWeights:
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
-        names = [layer_submodules(decoder, level, layer) for layer in range(len(decoder))]
+        names = [decoder.submodules(level, layer) for layer in range(len(decoder))]
         self._parts = list(map(Parts.of, names))
         if missing := [name for inside in names for name in inside if name not in solutions]:
             raise SltaError(
@@ -67,13 +66,13 @@ class TensorWeights:
         piece = self.layout.pieces.get(name)
         if piece is None:
             return self.kept
-        found = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
-        first, *others = found.values()
+        by_target = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
+        first, *others = by_target.values()
         if piece.pattern is None or (first.ndim == 1 and all(torch.equal(first, other) for other in others)):
             return first
 
         def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
-            return found[target][expert].expand(self.decoder.model.state_dict()[target].shape)
+            return by_target[target][expert].expand(self.decoder.model.state_dict()[target].shape)
 
         return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
 

@@ -25,7 +25,7 @@ from common import CACHE, SHAPES, be_quiet, load, make_recipe, wait_for, write_m
 from mergekit.io.tasks import LoaderCache
 from support.memory import PeakMemory
 
-from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe

@@ -33,7 +33,7 @@ from mergekit.options import MergeOptions
 from support.memory import PeakMemory
 
 import mergekit_slta.host.patches
-from mergekit_slta.engine.batches import Batch, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta.lookup import measured_statistics

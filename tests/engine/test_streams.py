@@ -1,8 +1,9 @@
-"""Hidden states batch by batch are those of a plain model, sample by sample, whatever their lengths."""
+"""Batches hold every sample once, and hidden states batch by batch are those of a plain model, sample by sample."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,25 @@ from support import families
 from support.families import ORIGINAL_CONTEXT
 from transformers import PreTrainedModel
 
-from mergekit_slta.engine.batches import decoder_batches
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams
-from mergekit_slta.layers.ends import logits
+from mergekit_slta.engine.streams import Streams, decoder_batches, make_batches
+from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.trace import trace
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 30, 64, 10000])
+def test_every_sample_is_in_one_batch_of_its_own_task(batch_tokens: int) -> None:
+    drawn = random.Random(0)
+    tasks = [[[drawn.randint(1, 50) for _ in range(drawn.randint(1, 30))] for _ in range(n)] for n in (9, 1, 5)]
+    samples = [(task, ids) for task, found in enumerate(tasks) for ids in found]
+    batches = make_batches(tasks, batch_tokens)
+    assert len(batches) == {1: len(samples), 10000: len(tasks)}.get(batch_tokens, len(batches))
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(samples)))
+    for batch in batches:
+        assert batch.token_ids.numel() <= batch_tokens or len(batch.rows) == 1
+        assert batch.token_ids.shape == (len(batch.rows), max(batch.lengths))
+        for row, length, ids in zip(batch.rows, batch.lengths, batch.token_ids, strict=True):
+            assert (batch.task, ids[:length].tolist()) == samples[row]
 
 
 class Source:

@@ -26,8 +26,8 @@ from support.slow import slow_but
 from mergekit_slta.featcal import merge, regression
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import ENOUGH_TOKENS
+from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.trace import trace
 
 # Of a tensor's norm; float32 features and products against float64 ones.

@@ -12,8 +12,8 @@ import transformers
 from support.actmat_reference import merged_tensor
 from support.small_models import as_stored, merge, role_by_hand
 
+from mergekit_slta.models.layout import meta_model
 from mergekit_slta.models.roles import Role, tensor_roles
-from mergekit_slta.models.skeleton import meta_model
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "gpt2"])

@@ -16,8 +16,8 @@ from support.small_models import MODELS, as_stored, config_of, load, merge, role
 from mergekit_slta.host.method import Method
 from mergekit_slta.host.run import METHODS
 from mergekit_slta.host.sftm import SftmMerge
+from mergekit_slta.models.layout import meta_model
 from mergekit_slta.models.roles import role_by_shape, tensor_roles
-from mergekit_slta.models.skeleton import meta_model
 
 
 @pytest.mark.parametrize("key", ["llama", "t5", "mixtral"])

@@ -12,13 +12,12 @@ from support.families import LAYERS, PAD
 from support.processes import run_python
 from support.rounding import rounding
 
+from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import LayerCall
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import embed, logits
-from mergekit_slta.layers.probe import padding_matters
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
+from mergekit_slta.layers.calls import embed, logits
+from mergekit_slta.layers.decoder import Decoder, LayerCall
 from mergekit_slta.layers.trace import trace, trace_model
+from mergekit_slta.levels import LEVELS
 
 LENGTHS = (9, 5)
 TOLERANCE = 4 * rounding(8 * LAYERS)  # of states up to four, after some eight sums in each layer
@@ -168,24 +167,6 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     assert padding_matters(decoder, (3, 5))
 
 
-def test_layers_of_other_shapes_are_of_another_kind() -> None:
-    class Model(transformers.LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model.layers[2].mlp.up_proj = torch.nn.Linear(32, 48, bias=True)
-
-    decoder = trace_model(on_meta(Model, families.config_of("llama", num_hidden_layers=4)))
-    assert decoder.one_of_each_kind() == [0, 2]
-    assert decoder.structures[0] is decoder.structures[1] is decoder.structures[3] is not decoder.structures[2]
-
-
-def test_tied_weights_are_read_once() -> None:
-    for tied in (True, False):
-        _, decoder, _ = opened(families.config_of("llama", tie_word_embeddings=tied))
-        heads = [name for name in decoder.edge_tensors if "lm_head" in name or "embed" in name]
-        assert len(heads) == (1 if tied else 2)
-
-
 def test_a_norm_inside_attention_belongs_to_attention() -> None:
     closed = small_decoder("blip", "BlipForConditionalGeneration")  # a child of it is called output
     found = closed.structures[0]
@@ -202,7 +183,7 @@ def test_a_child_that_ends_attention_and_feeds_the_mlp_apart_is_split_at_no_bran
 ) -> None:
     """Its norm before the MLP would take attention's weight."""
     decoder = small_decoder(model_type, architecture)
-    found = fallbacks(decoder, "attn_mlp")
+    found = decoder.fallbacks("attn_mlp")
     assert {layer for fallback in found for layer in fallback.layers} == {*range(len(decoder))}
     assert {fallback.coarser for fallback in found} == {"layer"}
 
@@ -227,11 +208,11 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
     decoder = trace_model(on_meta(Model, families.config_of("llama", architectures=["LlamaForCausalLM"])))
     assert decoder.structures[0].branches and not decoder.structures[1].branches
     for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
-        assert layer_submodules(decoder, level, 1) == parts
-    assert layer_submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert fallbacks(decoder, "linear") == []
+        assert decoder.submodules(level, 1) == parts
+    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert decoder.fallbacks("linear") == []
     for level in ("attn_mlp", "head_mlp"):
-        (fallback,) = fallbacks(decoder, level)
+        (fallback,) = decoder.fallbacks(level)
         assert str(fallback) == (
             f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
             "told apart."
@@ -257,11 +238,86 @@ def test_other_kinds_of_models_are_refused(config: transformers.PretrainedConfig
         trace(config)
 
 
+# Submodules
+
+
+def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
+    decoder = families.skeleton("llama")
+    assert decoder.submodules("layer", 2) == ["layer.2"]
+    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert decoder.submodules("head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
+    assert decoder.submodules("linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": families.VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "pad_token_id": families.PAD,
+}
+
+# What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
+    "a prompt before the tokens": (
+        "CpmAntConfig",
+        SMALL | {"dim_head": 8, "dim_ff": 48, "prompt_length": 4},
+        LEVELS,
+        "CpmAntForCausalLM hands its decoder layers other positions than the tokens'.*'merge_method: actmat'",
+    ),
+    "a change between layers": (
+        "RwkvConfig",
+        SMALL | {"rescale_every": 2},
+        LEVELS,
+        "RwkvForCausalLM changes the hidden states between its decoder layers.*'merge_method: actmat'",
+    ),
+    "logits from more than the last layer": (
+        "Inkling2TextConfig",
+        SMALL | {"num_experts": 4, "moe_intermediate_size": 16, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+        ("model",),
+        "Inkling2ForCausalLM: it cannot compute its logits from .* alone .it needs those of earlier layers too.. Use",
+    ),
+}
+
+
+def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
+    config = transformers.JetMoeConfig(**SMALL, kv_channels=8, num_local_experts=4, architectures=["JetMoeForCausalLM"])
+    decoder = trace(config)
+    assert decoder.submodules("head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    (fallback,) = decoder.fallbacks("head_mlp")
+    assert str(fallback) == (
+        "Level head_mlp falls back to level attn_mlp in layers 0 to 2 (JetMoeDecoderLayer): its heads cannot be told "
+        "apart by its linear maps."
+    )
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case: str) -> None:
+    name, arguments, levels, words = REFUSED[case]
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = getattr(transformers, name)(**arguments)
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model.__name__]
+    if levels == LEVELS:
+        with pytest.raises(SltaError, match=words):
+            trace(config)
+        return
+    decoder = trace(config)
+    for level in levels:
+        with pytest.raises(SltaError, match=words):
+            decoder.submodules(level, 0)
+    assert decoder.submodules("layer", 0) == ["layer.0"]
+
+
 DEEPSEEK = """
 import transformers
 from support.memory import memory_of_this_process
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.layers.probe import padding_matters
+from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.featcal.groups import groups_by_layer
 
 decoder = trace(transformers.DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"]))

@@ -7,8 +7,7 @@ import torch
 from support.architecture_scan import small_configs
 from transformers.core_model_loading import revert_weight_conversion
 
-from mergekit_slta.models.layout import Layout
-from mergekit_slta.models.skeleton import meta_model
+from mergekit_slta.models.layout import Layout, meta_model
 
 State = dict[str, torch.Tensor]
 
@@ -45,19 +44,6 @@ def test_tensors_are_read_from_the_stored_ones_and_made_into_them(name: str) -> 
     for key in layout.pieces:
         again = layout.restore(key, lambda target, part: state[target] if part is None else state[target][part])
         assert torch.equal(again, stored[key]), key
-
-
-def test_experts_are_read_one_by_one() -> None:
-    layout, state, stored = made("mixtral")
-    name, loaded = "model.layers.1.mlp.experts.gate_up_proj", list[str]()
-
-    def load(key: str) -> torch.Tensor:
-        loaded.append(key)
-        return stored[key]
-
-    assert layout.in_parts(name)
-    assert torch.equal(layout.read(name, load, expert=2), state[name][2])
-    assert len(loaded) == 2 and all(".experts.2." in key for key in loaded)
 
 
 def test_what_is_missing_is_known_by_the_models_names() -> None:

@@ -100,6 +100,11 @@ def test_logits_of_other_vocabularies_are_not_compared(
         measure(families.experiment(content), ["layer", "model"])
 
 
+def test_what_is_no_level_is_refused(llama: Family, no_measuring: None) -> None:
+    with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
+        measured(recipe(llama), None, "layers")
+
+
 def test_the_file_says_what_was_measured_and_holds_no_path_and_no_user_name(tmp_path: Path) -> None:
     family = families.make_family(tmp_path / "home" / "someone", experts=2, dtype=torch.float16)
     families.merge(recipe(family, statistics=str(tmp_path / "stats.safetensors")), tmp_path / "merged")
@@ -291,7 +296,6 @@ def damage(family: Family) -> None:
 
 
 OTHERS: list[tuple[str, dict[str, Any], Callable[[Family], object] | None]] = [
-    ("seed", {"seed": 4}, None),
     ("level", {"level": "layer"}, None),
     ("experts", {"experts": [1, 0]}, None),
     ("configuration", {}, lambda family: edit_config(family.base, rms_norm_eps=1e-3)),

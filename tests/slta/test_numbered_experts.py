@@ -17,7 +17,6 @@ from support.families import Family
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace_model
 from mergekit_slta.nonlinearity.interpolation import Interpolation
 from mergekit_slta.slta.calibrate import calibrate
@@ -97,7 +96,7 @@ def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_pa
     for name, grams in together.items():
         torch.testing.assert_close(grams, alone[name], rtol=1e-5, atol=1e-9)
         torch.testing.assert_close(grams, at_experts[name], rtol=1e-5, atol=1e-9)
-    said = list(map(str, fallbacks(decoder, "linear")))
+    said = list(map(str, decoder.fallbacks("linear")))
     if mlp == "first":  # one row of each sample, in their order
         assert "layer.1.mlp.first" in together and not said
         return

@@ -90,7 +90,6 @@ Edit = Callable[[Tensors, dict[str, Any]], object]
 GRAM = "gram/layer.1.mlp"
 TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
-    "single precision": (lambda tensors, info: tensors.update({GRAM: tensors[GRAM].float()}), "1.mlp' holds no Gram"),
     "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "'x' holds no Gram matrices"),
     "no tasks": (lambda tensors, info: tensors.pop("task"), "is not a statistics file"),
     "tasks in disorder": (
@@ -99,7 +98,6 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     ),
     "no tokens": (lambda tensors, info: tensors["tokens"].zero_(), "'tokens' does not fit"),
     "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
-    "a field less": (lambda tensors, info: info.pop("seed"), "unusable metadata .seed."),
     "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
     "a layer less": (
         lambda tensors, info: [tensors.pop(name) for name in list(tensors) if "layer.1" in name],

@@ -43,11 +43,9 @@ from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.models.roles import Role, tensor_roles, turned
-from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights
 
@@ -360,7 +358,7 @@ def scan(case: tuple[str, str]) -> Row:
 def _trace_all(row: Row, decoder: Decoder) -> None:
     """Find the levels that fall back in some layers, and whether ``featcal`` solves most of the linear maps."""
     for level in LEVELS:
-        found = fallbacks(decoder, level)
+        found = decoder.fallbacks(level)
         row.works[level] = TRACED
         row.in_part += [level] if found else []
         row.reasons += list(map(str, found))

@@ -37,8 +37,8 @@ from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.solved import SolvedModel
 from mergekit_slta.host import patches
+from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.ends import output_head
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment

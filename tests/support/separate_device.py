@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from mergekit_slta.models.stacks import ExpertStack
+from mergekit_slta.models.checkpoint import ExpertStack
 
 NAME = "separate"
 _ATEN = torch.ops.aten

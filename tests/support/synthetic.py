@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.submodules import layer_submodules
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import (
@@ -112,7 +111,7 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
 
 def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, torch.Tensor]:
     """Merging weights [T] of all submodules of a decoder at a level."""
-    names = [name for layer in range(len(decoder)) for name in layer_submodules(decoder, level, layer)] or ["model"]
+    names = [name for layer in range(len(decoder)) for name in decoder.submodules(level, layer)] or ["model"]
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(experts, generator=generator, dtype=torch.float64) for name in names}
 

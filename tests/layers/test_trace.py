@@ -10,11 +10,9 @@ import torch
 import transformers
 from support import families
 
+from mergekit_slta.layers.calls import random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder
-from mergekit_slta.layers.forms import random_numbers
-from mergekit_slta.layers.probe import made_up_layer
-from mergekit_slta.layers.submodules import fallbacks, layer_submodules
-from mergekit_slta.layers.trace import trace_model
+from mergekit_slta.layers.trace import made_up_layer, trace_model
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.
@@ -101,11 +99,6 @@ def test_a_sum_is_known_by_its_constants(name: str) -> None:
     assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_anything_else_has_no_constants(name: str) -> None:
-    assert decoder_of(OTHERS[name]).structures[0].summands is None
-
-
 @pytest.mark.parametrize("name", [*SUMS, *OTHERS])
 @torch.no_grad()
 def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None:
@@ -125,8 +118,8 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split() -> None:
         return x + attend(x) + fed
 
     decoder = decoder_of(refuse)
-    assert [(found.level, found.coarser) for found in fallbacks(decoder, "attn_mlp")] == [("attn_mlp", "layer")]
-    assert layer_submodules(decoder, "layer", 0) == ["layer.0"]
+    assert [(found.level, found.coarser) for found in decoder.fallbacks("attn_mlp")] == [("attn_mlp", "layer")]
+    assert decoder.submodules("layer", 0) == ["layer.0"]
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ import torch
 from support.processes import run_afresh
 from support.slow import slow_but
 
-from mergekit_slta.layers import products
-from mergekit_slta.layers.products import EXACT, exact_products, relative_error
+from mergekit_slta.engine import precision
+from mergekit_slta.engine.precision import EXACT, exact_products, relative_error
 
 TESTS = Path(__file__).resolve().parents[1]
 # What products may look like: one token or many, more inputs or more outputs, odd numbers.
@@ -33,7 +33,7 @@ def largest_error() -> float:
 
 @pytest.mark.parametrize("processor", slow_but(PROCESSORS[:1], PROCESSORS))
 def test_products_of_all_sizes_and_layouts_are_exact_on_each_processor(processor: str) -> None:
-    code = "from layers.test_products import largest_error; print(largest_error())"
+    code = "from engine.test_precision import largest_error; print(largest_error())"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": processor, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -42,17 +42,17 @@ def test_products_of_all_sizes_and_layouts_are_exact_on_each_processor(processor
 
 @needs_setting
 def test_a_kernel_that_rounds_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "EXACT", 1e-12)  # which no float32 product reaches
-    products._onednn_is_exact.cache_clear()
+    monkeypatch.setattr(precision, "EXACT", 1e-12)  # which no float32 product reaches
+    precision._onednn_is_exact.cache_clear()
     mkldnn: Any = torch.backends.mkldnn
     with exact_products():
         assert mkldnn.matmul.fp32_precision == "ieee"
-    products._onednn_is_exact.cache_clear()
+    precision._onednn_is_exact.cache_clear()
 
 
 ROUNDED = """
 import sys, torch
-from mergekit_slta.layers.products import EXACT, exact_products, relative_error
+from mergekit_slta.engine.precision import EXACT, exact_products, relative_error
 exec(sys.argv[1])
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 

@@ -51,7 +51,7 @@ def relative_error(tokens: int, inputs: int, outputs: int) -> float:
     features, weight = (torch.randn(shape, generator=generator) for shape in ((tokens, inputs), (outputs, inputs)))
     expected = features.double() @ weight.double().T
     stored = (weight.T, weight.T.contiguous(), weight.T.expand(2, -1, -1))
-    return max(float((features @ own - expected).norm() / expected.norm()) for own in stored)
+    return max(float((features @ weight_t - expected).norm() / expected.norm()) for weight_t in stored)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from support import families
 from support.families import Family
 from tqdm import tqdm
 
-from mergekit_slta.engine import progress as module
-from mergekit_slta.engine.progress import layer_bar
+from mergekit_slta.engine import loop as module
+from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.evaluation.evaluate import evaluate
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
