@@ -331,8 +331,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     Use it where Python's start-up files are off, so that mergekit-yaml does not know our methods. It takes all of
     mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
     """
-    from mergekit_slta.host.merge import merge as merge_models
     from mergekit_slta.host.run import joined_ranks
+    from mergekit_slta.host.run import merge as merge_models
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)

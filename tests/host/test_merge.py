@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from support import families
 from support.families import Family
 
-from mergekit_slta.host.merge import MergeOptions, merge
+from mergekit_slta.host.run import MergeOptions, merge
 from mergekit_slta.output.verify import verify
 
 

@@ -13,9 +13,8 @@ from mergekit.merge_methods import merge_state_dicts
 from support.sftm_reference import merged_tensor
 from support.small_models import MODELS, as_stored, config_of, load, merge, role_by_hand, run, write_family
 
-from mergekit_slta.host.method import Method
+from mergekit_slta.host.methods import Method, SftmMerge
 from mergekit_slta.host.run import METHODS
-from mergekit_slta.host.sftm import SftmMerge
 from mergekit_slta.models.roles import role_by_shape, tensor_roles
 from mergekit_slta.models.skeleton import meta_model
 
