@@ -12,9 +12,8 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from mergekit.common import ModelReference
 
 from mergekit_slta.checks.space import require_writable
-from mergekit_slta.data.draw import CalibrationData
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import is_dataset, parse_dataset, read_records
+from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset, read_records
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation

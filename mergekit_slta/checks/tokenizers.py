@@ -9,7 +9,7 @@ from typing import Any
 
 from mergekit.common import ModelReference
 
-from mergekit_slta.data.chats import MARK
+from mergekit_slta.data.records import MARK
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import listed, other_vocabularies

@@ -18,8 +18,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CalibrationData, CalibrationSource
-from mergekit_slta.data.sources import is_dataset
+from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder

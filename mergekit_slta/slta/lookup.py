@@ -12,8 +12,7 @@ from typing import Unpack
 
 import torch
 
-from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.data.sources import source_name
+from mergekit_slta.data.sources import CalibrationData, source_name
 from mergekit_slta.engine.batches import share
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.progress import layer_bar

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
 from mergekit_slta.models.fingerprint import hashed_computation
