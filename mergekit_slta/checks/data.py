@@ -34,7 +34,7 @@ def calibration(experiment: Experiment) -> None:
     """
     recipe, settings = experiment.recipe, experiment.settings
     given = settings.statistics if isinstance(settings, SltaSettings) else ""
-    file = resolve_statistics(given, experiment.transformers_cache) if given else None
+    file = resolve_statistics(given, experiment.options.transformers_cache) if given else None
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration]
     local = [task for task in tasks if not is_dataset(task.calibration)]

@@ -160,7 +160,9 @@ def room(experiment: Experiment, out: Path | None) -> None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
         written += [(out, "the merged model", taken.merged), (out, "the solved layers", max(taken.solved - there, 0))]
-    written.append((Path(experiment.transformers_cache or HF_HUB_CACHE), "the download", sum(taken.download.values())))
+    written.append(
+        (Path(experiment.options.transformers_cache or HF_HUB_CACHE), "the download", sum(taken.download.values()))
+    )
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []

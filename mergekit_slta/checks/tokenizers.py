@@ -68,7 +68,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
 
     def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
         tokenizer = experiment.tokenizer(reference)
-        settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.transformers_cache)
+        settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.options.transformers_cache)
         return end_of_turn(tokenizer) or tokenizer.eos_token, stop_ids(settings)
 
     for expert in recipe.experts if recipe.tokenizer_owner == base else ():

@@ -29,7 +29,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models.merged_adapters import merge_adapter
-from mergekit_slta.recipe.configuration import model_inputs
+from mergekit_slta.recipe.text import model_inputs
 
 READ_FROM = "0.1.5"
 

@@ -19,9 +19,9 @@ from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models.merged_adapters import adapter_option
-from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import SETTINGS
+from mergekit_slta.recipe.text import base_parameters, expert_parameters
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics, versions
 from mergekit_slta.tables import as_percentage

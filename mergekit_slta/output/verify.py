@@ -98,7 +98,7 @@ def verify(
     problems += [f"The tensor {name} does not belong to the model." for name in strange]
     problems += [fault for sentences in faults.values() for fault in sentences]
     problems += _loading_problems(base, folder, stored, {*lost, *strange, *faults})
-    base_folder, _ = source_folders(base.reference, experiment.transformers_cache)
+    base_folder, _ = source_folders(base.reference, experiment.options.transformers_cache)
     notes = _lacking_files(base_folder, folder, has_tokenizer, bool(config.chat_template))
     return Verification(tuple(problems), len(names), tuple(notes))
 

@@ -80,7 +80,7 @@ def measured_statistics(
     experiment.require_levels(named)
     asked = [level for level in LEVELS if level in named]
     source = os.fspath(path) if path else chosen.statistics
-    file = resolve_statistics(source, experiment.transformers_cache) if source else None
+    file = resolve_statistics(source, experiment.options.transformers_cache) if source else None
     ranks, exists = experiment.ranks, file is not None and file.is_file()
     if file is not None:
         ranks.require_equal(exists, file.parent)

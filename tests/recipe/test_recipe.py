@@ -10,9 +10,9 @@ import pytest
 from mergekit.common import ModelReference
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.configuration import expert_parameters
 from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
+from mergekit_slta.recipe.text import expert_parameters
 
 
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
@@ -40,15 +40,8 @@ def under_expert(**parameters: Any) -> dict[str, Any]:
     return content(models=[{"model": "org/math", "parameters": {"calibration": "math.jsonl", **parameters}}])
 
 
-def whole_slice(**changes: Any) -> dict[str, Any]:
-    """The recipe as one slice of three layers."""
+def test_reads_what_the_recipe_names() -> None:
     recipe = content()
-    sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
-    return recipe | {"slices": [{"sources": sources} | changes]}
-
-
-@pytest.mark.parametrize("recipe", [content(), whole_slice()])
-def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
     assert problems(recipe) == []
     found = Recipe(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
     assert found.base == ModelReference.parse("org/base")
@@ -169,17 +162,12 @@ def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
 
 
 def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
-    slices = whole_slice()["slices"]
-    for recipe, sentence in [
-        (content(models=None, modules={"default": {"slices": slices}}), "'slta' does not take 'modules'"),
-        (content(models=None, slices=slices * 2), "'slta' merges whole models, not 2 slices"),
-        (whole_slice(base_model="org/other"), "The slice has its own base_model"),
-        (whole_slice(sources=slices[0]["sources"][1:]), "The slice lacks the base model org/base"),
-    ]:
-        (problem,) = problems(recipe)
-        assert problem.startswith(sentence)
-        with pytest.raises(SltaError, match=sentence):
-            Recipe(recipe).base  # noqa: B018
+    recipe = content()
+    sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
+    slices = [{"sources": sources}]
+    for parts in ({"slices": slices}, {"modules": {"default": {"slices": slices}}}):
+        (problem,) = problems(recipe | parts)
+        assert problem == "'slta' merges whole models: list them under 'models', not under 'slices' or 'modules'."
 
 
 def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
