@@ -12,18 +12,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from mergekit_slta.checks import data, models, space, tensors, tokenizers
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from mergekit.common import ModelReference
+
+from mergekit_slta.checks import models, space, tokenizers
+from mergekit_slta.data.records import template_fields
+from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset, read_records
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.solved import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
+from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
 from mergekit_slta.models.headers import listed
+from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
-from mergekit_slta.recipe.recipe import RecipeOrFile
+from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
+from mergekit_slta.slta.matching import match
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
 from mergekit_slta.tables import Paragraphs
 from mergekit_slta.words import counted
 
@@ -127,7 +139,7 @@ def examine(
         partial(require_device, experiment.device),
         partial(space.folders, recipe.settings, out),
     ]
-    all_of([*checks, partial(data.calibration, experiment)] if recipe.method.runs_models else checks)
+    all_of([*checks, partial(_data, experiment)] if recipe.method.runs_models else checks)
     return [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
 
 
@@ -149,13 +161,107 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
     if not merging:
         return
     every = [experiment.model(reference) for reference in recipe.references]
-    yield partial(tensors.complete_checkpoints, every, recipe.tokenizer_source is not None)
+    yield partial(models.complete_checkpoints, every, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
         yield partial(tokenizers.same_vocabulary, experiment, expert.reference)
     yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
         yield partial(space.not_overwritten, every, out)
     yield partial(space.room, experiment, out)
+
+
+def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
+    """Check a recipe for a measurement and download its models; all processes wait until each has checked it.
+
+    Raises:
+        SltaError: everything that is wrong with the recipe, or a model cannot be opened.
+    """
+    experiment = (ranks or Ranks()).together(lambda: Experiment(recipe, ranks=ranks, **options))
+
+    def checked() -> None:
+        experiment.recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
+        examine(experiment, merging=False)
+
+    experiment.ranks.together(checked)
+    experiment.open()
+    return experiment
+
+
+# Calibration data and statistics
+
+
+def _data(experiment: Experiment) -> None:
+    """Refuse data that cannot be used, or a statistics file that cannot be used or written.
+
+    Datasets of the Hub are not downloaded; where the Hub can be reached, it is asked whether it has them.
+    """
+    recipe, settings = experiment.recipe, experiment.settings
+    given = settings.statistics if isinstance(settings, SltaSettings) else ""
+    file = resolve_statistics(given, experiment.options.transformers_cache) if given else None
+    measured = file is not None and file.exists()
+    tasks = [task for task in recipe.tasks if task.calibration]
+    local = [task for task in tasks if not is_dataset(task.calibration)]
+    checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
+    checks.append(partial(require_calibration, recipe, statistics=measured))
+    if file is not None and not measured:
+        checks.append(partial(space.require_writable, f"The statistics file {file}", file))
+    if isinstance(settings, SltaSettings) and not measured:
+        checks.append(partial(published_names, recipe.references))
+    all_of(checks)
+    drawn = dict(zip(local, experiment.load_data(local), strict=True))
+    if file is not None and measured:
+        _fits(experiment, file, drawn)
+
+
+def _source(experiment: Experiment, task: Task) -> None:
+    """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
+    if task.template:
+        template_fields(task.template)
+    if is_dataset(task.calibration):
+        _require_dataset(task.calibration)
+    else:
+        read_records(task.calibration)  # known without the base model's tokenizer
+        experiment.load_data([task])
+
+
+def _require_dataset(source: str) -> None:
+    """Refuse a dataset that the Hub does not have; without a network it may be in the cache."""
+    name, _, _ = parse_dataset(source)
+    if os.path.isdir(name):
+        return
+    try:
+        huggingface_hub.dataset_info(name, timeout=10)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise SltaError(f"Calibration source {source!r} cannot be used: on the Hub, {reason(error)}.") from error
+    except HUB_ERRORS:
+        pass
+
+
+def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
+    """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
+    recipe = experiment.recipe
+    base, *experts = (_content_of(experiment, model) for model in recipe.references)
+    config = experiment.model(recipe.base).config
+    match(
+        Statistics.load(file).info,
+        file,
+        experiment,
+        None if base is None else BaseContent(tensors=base, config=hashed_computation(config)),
+        experts,
+        [drawn.get(task) for task in recipe.tasks],
+        [recipe.settings_of(SltaSettings).level],
+    )
+
+
+def _content_of(experiment: Experiment, reference: ModelReference) -> str | None:
+    """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
+    folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
+    if folder is None or not all(any(place.glob("*.safetensors")) for place in (folder, adapter) if place):
+        return None
+    return fingerprint_of(folder, adapter)
+
+
+# Notes
 
 
 def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
@@ -174,11 +280,11 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     if not merging:
         return
     for task in recipe.tasks if settings.runs_models else ():
-        yield from data.none_to_evaluate(experiment, task)
+        yield from _none_to_evaluate(experiment, task)
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
     else:
-        yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
+        yield from models.outside_the_model(base, [expert for _, expert in experiment.pairs])
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):
@@ -188,18 +294,20 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
 
 
-def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
-    """Check a recipe for a measurement and download its models; all processes wait until each has checked it.
+def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
+    """Say that calibration leaves a task no record for ``evaluate``, or what is wrong with its test data.
 
-    Raises:
-        SltaError: everything that is wrong with the recipe, or a model cannot be opened.
+    No merge needs these, so they are no problem. Datasets are not downloaded.
     """
-    experiment = (ranks or Ranks()).together(lambda: Experiment(recipe, ranks=ranks, **options))
-
-    def checked() -> None:
-        experiment.recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
-        examine(experiment, merging=False)
-
-    experiment.ranks.together(checked)
-    experiment.open()
-    return experiment
+    source = task.evaluation or task.calibration
+    if not task.calibration or is_dataset(task.calibration) or is_dataset(source):
+        return
+    try:
+        left = experiment.held_out(task, 1).records
+    except SltaError as error:
+        yield from error.sentences
+        return
+    if not left:
+        count = counted(len(experiment.samples(task).records), "record")
+        has = f"has only {count}: all calibrate" if source == task.calibration else "has only records that calibrate"
+        yield f"Calibration source {source!r} of {task} {has}, none is left for `evaluate`. {MORE}"

@@ -15,7 +15,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta import files
-from mergekit_slta.checks.tensors import complete_checkpoints
+from mergekit_slta.checks.models import complete_checkpoints
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.files import STATISTICS_OF_MERGE
