@@ -26,7 +26,6 @@ from mergekit_slta.featcal.solved import require_solvable
 from mergekit_slta.layers.submodules import fallbacks
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
-from mergekit_slta.models.headers import listed
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.models.merged_adapters import adapter_option
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
@@ -37,7 +36,7 @@ from mergekit_slta.slta.matching import match
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
 from mergekit_slta.tables import Paragraphs
-from mergekit_slta.words import counted
+from mergekit_slta.words import counted, listed
 
 HALF = ("bfloat16", "float16")
 

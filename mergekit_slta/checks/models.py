@@ -22,11 +22,12 @@ from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import adapter_folder, adapter_headers, adapter_settings
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import computation
-from mergekit_slta.models.headers import Model, listed, weight_files
+from mergekit_slta.models.headers import Model, weight_files
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.models.merged_adapters import NO_FOLDER, adapted, names_in, target_of
 from mergekit_slta.models.skeleton import meta_model
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.words import listed
 
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What programs put before a model's names, or before those of its parts, when they wrap it for training.

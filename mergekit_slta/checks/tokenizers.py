@@ -12,8 +12,9 @@ from mergekit.common import ModelReference
 from mergekit_slta.data.records import MARK
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import listed, other_vocabularies
+from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.words import listed
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"

@@ -24,8 +24,9 @@ from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
 from mergekit_slta.models.adapters import source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
-from mergekit_slta.models.headers import ADAPTER_CONFIG, listed
+from mergekit_slta.models.headers import ADAPTER_CONFIG
 from mergekit_slta.models.skeleton import model_tensor_name
+from mergekit_slta.words import listed
 
 NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
 

@@ -21,13 +21,14 @@ from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
-from mergekit_slta.models.headers import listed, open_model, weight_map
+from mergekit_slta.models.headers import open_model, weight_map
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import PROCESSOR, code_of
 from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.tables import Paragraphs, as_size
+from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (

@@ -12,6 +12,7 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
+from mergekit_slta.data.sources import READERS
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import Level
 
@@ -29,7 +30,7 @@ class CalibratedExpert(Parameters):
 
     calibration: str = Field(
         default="",
-        description="prompts of the expert's task: `.jsonl`, `.json`, `.csv`, `.parquet`, `.txt`, "
+        description=f"prompts of the expert's task: {', '.join(f'`{extension}`' for extension in READERS)}, "
         "or `hf:DATASET[?config=…&split=…]`",
     )
     template: str = Field(
