@@ -32,8 +32,6 @@ from mergekit_slta.words import listed
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What programs put before a model's names, or before those of its parts, when they wrap it for training.
 WRAPPER = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\.")
-# How transformers saves a dequantized model as it is; its default is the format of the quantized checkpoint.
-SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
 
 
 def one_model(experiment: Experiment, reference: ModelReference) -> None:
@@ -57,20 +55,18 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
 
 
 def _full_precision(model: Model) -> None:
-    """Refuse quantized tensors, and those that saving a dequantized model in the format of its checkpoint leaves."""
+    """Refuse quantized tensors."""
     method, narrow = _quantization(model), _narrow(model)
     if method and not left_over(model):
         kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
-        fix = f"load it in transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}"
+        # save_pretrained writes the format of the quantized checkpoint by default.
+        fix = (
+            f"load it in transformers with quantization_config={kind.__name__}(dequantize=True) and save it with "
+            "save_pretrained(FOLDER, save_original_format=False)"
+        )
         if "dequantize" not in inspect.signature(kind).parameters:
             fix = "dequantize it first"
         raise SltaError(f"{model} is quantized ({method}): name the original checkpoint, or {fix}.")
-    misnamed = (name for name, stored in model.tensors.items() if name.endswith("_blocks") and not stored.integer)
-    for name in (*misnamed, *(name for name in narrow if f"{name}_scale_inv" in model.tensors)):
-        raise SltaError(
-            f"{model} stores {name} without a 'quantization_config', as transformers' save_pretrained leaves it of a "
-            f"dequantized model: load the quantized checkpoint again, and {SAVE}."
-        )
     if narrow:
         raise SltaError(
             f"{model} stores {narrow[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
