@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mergekit.common import ModelReference
 from support import families
+from support.examining import MARKERS, chat_model, swap_ids, with_data
 from support.families import Family
 from torch.overrides import TorchFunctionMode
+from transformers import AutoTokenizer
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment, require_device
+from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.slta.lookup import measure
 
 
@@ -44,3 +50,72 @@ def test_a_device_without_float64() -> None:
         pytest.raises(SltaError, match="device 'cpu' \\(Cannot convert a MPS Tensor to float64 dtype"),
     ):
         require_device("cpu")
+
+
+# Which tokenizer writes the samples, and which chat template
+
+
+def experiment_of(base: Path) -> Experiment:
+    return Experiment(families.recipe_of(str(base), {"expert": "x.jsonl"}, samples=3))
+
+
+CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
+
+
+def test_an_adapters_own_chat_template_and_tokenizer_are_used(llama: Family, tmp_path: Path) -> None:
+    families.write_tokenizer(tmp_path, CHAT)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
+    expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
+    base = AutoTokenizer.from_pretrained(llama.base)
+    (row,) = experiment_of(llama.base).samples(expert).token_ids
+    assert row == tuple(base("abc.", add_special_tokens=False)["input_ids"])
+    swap_ids(tmp_path)
+    tokenizer = experiment_of(llama.base).tokenizer(expert.reference)
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
+
+
+def rename(folder: Path) -> None:
+    """Put another token in the place of one."""
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"d":', '"D":'))
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved", "whole"),
+    [
+        (lambda expert: {}, None, False),
+        (lambda expert: {"tokenizer": {"source": "base"}}, None, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, None, True),
+        (lambda expert: {"tokenizer_source": expert}, None, True),
+        (lambda expert: {"tokenizer_source": "union"}, None, True),
+        # Rows of the tokenizer are those of other tokens in the base model.
+        (lambda expert: {"tokenizer": {"source": expert}}, swap_ids, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, rename, False),
+    ],
+)
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
+    method: str,
+    changes: Any,
+    moved: Any,
+    whole: bool,
+    family: Family,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The markers of the expert's chats are tokens of its own, or in pieces, which is said once."""
+    if moved:
+        moved(family.experts[0])
+    ids = chat_model(family.experts[0])
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    recipe = with_data(family, tmp_path / "chats.jsonl", samples=3) | {"merge_method": method}
+    experiment = families.experiment(recipe | changes(str(family.experts[0])))
+    with caplog.at_level(logging.WARNING, "mergekit_slta"):
+        rows = experiment.load_data(experiment.recipe.tasks)[0].token_ids
+    letters = AutoTokenizer.from_pretrained(family.experts[0])
+    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
+    assert (rows == (tuple(letters(text, add_special_tokens=False)["input_ids"]),) * 3) == whole
+    assert {*ids}.isdisjoint(rows[0]) != whole
+    said = [message for message in caplog.messages if "into pieces" in message]
+    assert len(said) == (not whole) and all(marker in message for marker in MARKERS for message in said)
