@@ -12,7 +12,6 @@ from mergekit.common import ModelReference
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
-from mergekit_slta.recipe.text import expert_parameters
 
 
 def content(method: str = "slta", **changes: Any) -> dict[str, Any]:
@@ -91,12 +90,6 @@ def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
     for name, said in (("ties", "'ties': this command knows slta, fea"), ("feat_cal", "did you mean 'featcal'")):
         with pytest.raises(SltaError, match=said):
             Recipe(content(name)).settings  # noqa: B018
-
-
-def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
-    recipe = under_expert(template="{own}") | {"parameters": {"template": "{all}"}}
-    (parameters,) = expert_parameters(Recipe(recipe).config).values()
-    assert parameters == {"calibration": "math.jsonl", "template": "{own}"}
 
 
 def test_the_base_model_among_the_models_is_no_expert() -> None:
