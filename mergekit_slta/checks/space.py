@@ -129,10 +129,9 @@ def _in_memory(name: str, header: TensorHeader) -> int:
 
 
 def folders(settings: MethodSettings, out: Path | None) -> None:
-    """Refuse folders to write to, the output's and those named in the recipe, that are not writable."""
-    for name in settings.folders:
-        if folder := getattr(settings, name):
-            require_writable(f"'{name}: {folder}'", Path(folder).expanduser())
+    """Refuse folders to write to, the output's and the report's, that are not writable."""
+    if isinstance(settings, CalibrationSettings) and settings.report:
+        require_writable(f"'report: {settings.report}'", Path(settings.report).expanduser())
     if out is not None:
         require_writable(str(out), out)
 
