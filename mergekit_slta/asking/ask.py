@@ -201,9 +201,9 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     with suppress(torch.OutOfMemoryError), torch.inference_mode():
-        found = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:].tolist()
-        words = [[*takewhile(lambda token: token not in ends, row)] for row in found]
-        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, found, strict=True)]
+        tokens = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:].tolist()
+        words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens]
+        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens, strict=True)]
     if len(rows) == 1:
         raise SltaError(f"One answer does not fit into the memory of {model.device}: choose another device.")
     gc.collect()

@@ -278,10 +278,10 @@ class Experiment:
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
                 "embeddings: put the tokenizer that it was trained with into its folder."
             )
-        if self.recipe.method.runs_experts and highest >= (own := self.model(task.reference)).vocabulary:
+        if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
             raise SltaError(
-                f"The tokenizer of the base model gives the token id {highest}, but the expert {own} has only "
-                f"{own.vocabulary} embeddings: choose an expert with the base model's vocabulary."
+                f"The tokenizer of the base model gives the token id {highest}, but the expert {expert} has only "
+                f"{expert.vocabulary} embeddings: choose an expert with the base model's vocabulary."
             )
         embedding = self.decoder.model.get_input_embeddings()
         others = [module for module in self.decoder.tower.modules() if module is not embedding]

@@ -295,7 +295,7 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
         SltaError: everything that is wrong; malformed sources are not compared.
     """
     without = [str(task) for task in recipe.tasks if not task.calibration]
-    said = [
+    problems = [
         f"The {'base model' if name == str(recipe.base) else 'expert'} {name} has no 'calibration': give it a file or "
         "dataset with a few prompts (parameters: {calibration: prompts.jsonl})."
         for name in without
@@ -305,17 +305,17 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
             f"Some models have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
             "statistics file with the data, or to none, to use the file unchecked."
         )
-        said = [partly] if 0 < len(without) < len(recipe.tasks) else []
+        problems = [partly] if 0 < len(without) < len(recipe.tasks) else []
     seen: dict[Any, Task] = {}
     for expert in recipe.experts:
         with contextlib.suppress(SltaError):  # reading a malformed source says what is wrong with it
             other = seen.setdefault(source_key(expert.calibration), expert) if expert.calibration else expert
             if other is not expert:
-                said.append(
+                problems.append(
                     f"The experts {other} and {expert} have the same calibration source '{expert.calibration}': give "
                     f"each the data of its own task, {EQUAL_DATA}."
                 )
-    refuse(said)
+    refuse(problems)
 
 
 def data_of(recipe: Recipe) -> Recipe:
