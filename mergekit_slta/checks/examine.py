@@ -91,7 +91,7 @@ def check(
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
-        return Findings(list(error.sentences), ["Models and data are checked once these are mended."])
+        return Findings(list(error.sentences), ["Models and data are checked once these are corrected."])
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:

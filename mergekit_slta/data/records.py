@@ -301,7 +301,7 @@ def _call(call: Any, what: str) -> dict[str, Any]:
     if isinstance(call, dict) and "name" in call and "function" not in call:
         call = {"type": "function", "function": call}
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-        raise UnfitRecord(f"{what} has a tool call without a function: mend it, or leave it out.")
+        raise UnfitRecord(f"{what} has a tool call without a function: correct it, or leave it out.")
     return call | {"function": call["function"] | {"arguments": _plain(call["function"].get("arguments", {}))}}
 
 

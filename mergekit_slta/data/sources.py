@@ -311,7 +311,7 @@ def _read_file(source: str) -> Sequence[Record]:
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
-    with reading(f"Calibration file {source!r}", fix="write it anew, its text as UTF-8"):
+    with reading(f"Calibration file {source!r}", fix="save it again, its text as UTF-8"):
         return READERS[extension](path)
 
 

@@ -156,7 +156,7 @@ def run(
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(source or config.to_yaml(), "The recipe")
         recipe.config = config  # a program may have changed what it read
-        with joined_ranks() as ranks, files_named("mend that and run the command again"):
+        with joined_ranks() as ranks, files_named("correct that and run the command again"):
             _run(stock, Experiment(recipe, ranks=ranks, **options), out)
 
 
@@ -225,20 +225,11 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     if merge.page:
         yield f"Report: {merge.page}"
     yield from (f"Note: {note}" for note in endless(experiment))
-    if (recipe := _recipe_file(out)) is not None:
+    copied = Path(out) / card.RECIPE  # mergekit writes it with its card
+    if copied.is_file():
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
-        command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]
+        command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out, *_options(experiment)]
         yield f"Next: {shlex.join(command)}"
-
-
-def _recipe_file(out: str) -> str | None:
-    """The recipe that this process's command was given, or else mergekit's copy in the output folder, if any."""
-    context = click.get_current_context(silent=True)
-    given = context.params if context is not None and context.command.name in ("mergekit-yaml", "merge") else {}
-    if recipe := given.get("config_file") or given.get("recipe"):  # the command "merge" may be another program's
-        return str(recipe)
-    copied = Path(out) / card.RECIPE
-    return str(copied) if copied.is_file() else None
 
 
 def _options(experiment: Experiment) -> Iterator[str]:
