@@ -165,13 +165,15 @@ class Experiment:
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters."""
-        if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
-            self.ranks.together(lambda: self._open_all() if self.ranks.first else None)
-        self.ranks.together(self._open_all)
 
-    def _open_all(self) -> None:
-        for model in (self.base, *self.experts):
-            model.open()  # from now on changes of its files are noticed
+        def open_all() -> None:
+            for model in (self.base, *self.experts):
+                model.open()  # from now on changes of its files are noticed
+
+        # In any other process transformers saves no weights.
+        if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
+            self.ranks.together(lambda: open_all() if self.ranks.first else None)
+        self.ranks.together(open_all)
 
     def check_edges(self, experts: bool) -> None:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
