@@ -14,7 +14,7 @@ import transformers
 import yaml
 from click.testing import CliRunner
 from conftest import MakeFamily
-from mergekit.merge_methods import merge_state_dicts, merge_tensors
+from mergekit.merge_methods import merge_state_dicts
 from mergekit.scripts import merge_raw_pytorch
 from safetensors.torch import load_file
 from support import actmat_reference, families, featcal_reference, reference, sftm_reference
@@ -325,9 +325,3 @@ def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> 
     assert "mergekit-yaml" in done.output
     assert "Traceback" not in done.output
     assert not [path for path in (tmp_path / "out.safetensors").rglob("*") if path.is_file()]
-
-
-def test_single_tensors_are_refused_in_words() -> None:
-    base, expert = torch.zeros(2, 2), torch.ones(2, 2)
-    with pytest.raises(SltaError, match="'slta' measures whole models.*mergekit-yaml"):
-        merge_tensors([base, expert], method="slta", base_index=0, parameters={"calibration": ["a.jsonl"]})

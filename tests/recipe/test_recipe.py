@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mergekit.common import ModelReference
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 
 
@@ -37,17 +36,6 @@ def said(check: Callable[[], object]) -> list[str]:
 
 def under_expert(**parameters: Any) -> dict[str, Any]:
     return content(models=[{"model": "org/math", "parameters": {"calibration": "math.jsonl", **parameters}}])
-
-
-def test_reads_what_the_recipe_names() -> None:
-    recipe = content()
-    assert problems(recipe) == []
-    found = Recipe(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
-    assert found.base == ModelReference.parse("org/base")
-    assert found.experts == tuple(
-        Task(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
-    )
-    assert found.settings == SltaSettings(samples=7)
 
 
 def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
@@ -171,13 +159,6 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
     found = problems(content("sftm", models=None, modules=modules, parameters={"densty": 1}))
     assert [problem.split("'")[1] for problem in found] == ["densty", "lamda", "rnk", "weigt"]
     assert [problem.split("'")[-2] for problem in found] == ["density", "lambda", "rank", "weight"]
-
-
-def test_an_expert_without_calibration() -> None:
-    recipe = Recipe(content(models=[{"model": "org/math"}]))
-    (problem,) = said(lambda: require_calibration(recipe))
-    assert problem.startswith("The expert org/math has no 'calibration'")
-    require_calibration(recipe, statistics=True)
 
 
 def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
