@@ -198,7 +198,7 @@ def _merged(
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     if options.write_model_card:
         try:
-            card.write_card(folder, recipe.config, recipe.text, merge.solution)
+            card.write_card(folder, recipe, merge.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
     partial.remove()

@@ -120,13 +120,13 @@ def publish(
             "a chat model, merge again with 'tokenizer: {source: EXPERT}', which brings its template and the tokens "
             "that it writes; else there is nothing to do."
         )
-    paths = dict.fromkeys(path.path for path in card.model_paths(recipe.config))
+    paths = dict.fromkeys(path.path for path in card.model_paths(recipe))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
         notes.append(
             f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "
             f"their Hub ids in {card.RECIPE}."
         )
-    text = card.merge_card(folder, recipe.config, recipe.text)
+    text = card.merge_card(folder, recipe)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
     pairs = contents.items()
     sizes = tuple((name, len(file) if isinstance(file, bytes) else file.stat().st_size) for name, file in pairs)
@@ -198,7 +198,7 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
             continue  # of an earlier merge into the same folder
         contents[name] = path
         if name == card.RECIPE:
-            contents[name] = f"{card.published_recipe(recipe.text)}\n".encode()
+            contents[name] = f"{card.published_recipe(recipe)}\n".encode()
         elif name in _TEXTS:
-            contents[name] = card.without_private_paths(path.read_text(encoding="utf-8"), recipe.text).encode()
+            contents[name] = card.without_private_paths(path.read_text(encoding="utf-8"), recipe).encode()
     return contents | {name: folder / name for name in weight_map(folder)}
