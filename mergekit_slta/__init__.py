@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mergekit_slta.checks.examine import check
     from mergekit_slta.errors import SltaError
     from mergekit_slta.evaluation.evaluate import evaluate
-    from mergekit_slta.host.merge import merge
+    from mergekit_slta.host.run import merge
     from mergekit_slta.nonlinearity.studies import linearity
     from mergekit_slta.output.publish import publish
     from mergekit_slta.output.verify import verify
@@ -52,7 +52,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         "evaluate": "evaluation.evaluate",
         "linearity": "nonlinearity.studies",
         "measure": "slta.lookup",
-        "merge": "host.merge",
+        "merge": "host.run",
         "publish": "output.publish",
         "report": "reports.merge",
         "verify": "output.verify",

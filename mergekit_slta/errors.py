@@ -32,8 +32,8 @@ class SltaError(click.ClickException):
 
 def refuse(sentences: Iterable[str]) -> None:
     """Refuse with all sentences at once, each once, if there are any."""
-    if said := dict.fromkeys(sentences):
-        raise SltaError(*said)
+    if distinct := dict.fromkeys(sentences):
+        raise SltaError(*distinct)
 
 
 def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
@@ -78,8 +78,8 @@ def files_named(then: str = "") -> Iterator[None]:
         yield
     except Exception as error:
         # safetensors and torch have errors of their own for files that they cannot open or write.
-        said = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")
-        if not (said or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:
+        of_library = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")
+        if not (of_library or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:
             raise  # click handles a pipe whose reader has gone
         raise SltaError(one_line(error) + (f": {then}" if then else "") + ".") from error
 
@@ -94,11 +94,11 @@ def whole_number(name: str, value: Any) -> int:
     return _converted(name, value, operator.index, "a whole number")
 
 
-def _converted(name: str, value: Any, kind: Callable[[Any], Result], said: str) -> Result:
+def _converted(name: str, value: Any, kind: Callable[[Any], Result], wanted: str) -> Result:
     try:
         return kind(value)
     except (TypeError, ValueError, RuntimeError):  # torch raises the last
-        raise SltaError(f"'{name}' is {value!r}: give {said}.") from None
+        raise SltaError(f"'{name}' is {value!r}: give {wanted}.") from None
 
 
 def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

@@ -28,11 +28,11 @@ def write(path: Path, content: bytes) -> None:
 
 def new_file(path: str | os.PathLike[str], extension: str) -> Path:
     """A file to write, which may not be there yet, and is read by its extension."""
-    found = Path(path).expanduser()
-    if found.suffix != extension or found.exists():
-        problem = "is there already and was not touched" if found.exists() else f"does not end in {extension}"
-        raise SltaError(f"{found} {problem}: name another file.")
-    return found
+    file = Path(path).expanduser()
+    if file.suffix != extension or file.exists():
+        problem = "is there already and was not touched" if file.exists() else f"does not end in {extension}"
+        raise SltaError(f"{file} {problem}: name another file.")
+    return file
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def plain_number(number: float, form: str = ".3g") -> str:
@@ -21,6 +21,13 @@ def percent(share: float) -> str:
 def enumerated(words: Sequence[str]) -> str:
     """Words with commas, and "and" before the last."""
     return ", ".join(words[:-1]) + " and " * (len(words) > 1) + "".join(words[-1:])
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first three names joined by commas, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def counted(number: int, noun: str) -> str:

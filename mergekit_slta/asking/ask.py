@@ -18,11 +18,18 @@ import transformers
 from mergekit.common import get_auto_cls
 
 from mergekit_slta import files
-from mergekit_slta.data import chats
-from mergekit_slta.data.draw import CalibrationSource
 from mergekit_slta.data.prompts import general_prompts
-from mergekit_slta.data.records import CHAT_FIELDS, Record, in_a_list
-from mergekit_slta.data.sources import read_records
+from mergekit_slta.data.records import (
+    CHAT_FIELDS,
+    Record,
+    Turns,
+    UnfitRecord,
+    in_a_list,
+    is_blank,
+    is_turns,
+    turns_of,
+)
+from mergekit_slta.data.sources import CalibrationSource, read_records
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.errors import SltaError, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -140,9 +147,9 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
             record = {"messages": _turns(records[number], where)} | ({"tools": tools} if tools else {})
             prompt = _Prompt(record, *source.asked(record, where))
             if len(prompt.ids) > longest:
-                raise chats.UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
+                raise UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
             asked.append(prompt)
-        except chats.UnfitRecord as error:
+        except UnfitRecord as error:
             unfit.append(str(error))
     if unfit:
         skipped = f"Skipped {counted(len(unfit), 'prompt')}, the first because {unfit[0]}"
@@ -152,19 +159,19 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     return asked
 
 
-def _turns(record: Record, where: str) -> chats.Turns:
+def _turns(record: Record, where: str) -> Turns:
     """A record as a conversation that ends before the answer."""
     for fields in PROMPT_FIELDS:
-        values = [record[field] for field in fields if not chats.is_blank(record.get(field))]
-        if values and (fields[0] in CHAT_FIELDS or chats.is_turns(values[0])):
-            turns = chats.normalized(values[0], f"{fields[0]!r} of {where}")
+        values = [record[field] for field in fields if not is_blank(record.get(field))]
+        if values and (fields[0] in CHAT_FIELDS or is_turns(values[0])):
+            turns = turns_of(values[0], f"{fields[0]!r} of {where}")
             while turns and turns[-1]["role"] == "assistant":
                 turns.pop()
             if turns:
                 return turns
         elif values and not any(isinstance(value, (list, dict)) for value in values):
             return [{"role": "user", "content": "\n".join(str(value).strip() for value in values)}]
-    raise chats.UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}, call one 'prompt'.")
+    raise UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}, call one 'prompt'.")
 
 
 def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
@@ -194,9 +201,9 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     with suppress(torch.OutOfMemoryError), torch.inference_mode():
-        found = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:].tolist()
-        words = [[*takewhile(lambda token: token not in ends, row)] for row in found]
-        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, found, strict=True)]
+        tokens = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:].tolist()
+        words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens]
+        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens, strict=True)]
     if len(rows) == 1:
         raise SltaError(f"One answer does not fit into the memory of {model.device}: choose another device.")
     gc.collect()

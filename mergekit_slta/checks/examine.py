@@ -12,19 +12,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from mergekit_slta.checks import data, models, space, tensors, tokenizers
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from mergekit.common import ModelReference
+
+from mergekit_slta.checks import models, space, tokenizers
+from mergekit_slta.data.records import template_fields
+from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset, read_records
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.solved import require_solvable
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
-from mergekit_slta.models.headers import listed
+from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
+from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
-from mergekit_slta.recipe.recipe import RecipeOrFile
+from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
 from mergekit_slta.recipe.text import ignored
+from mergekit_slta.slta.lookup import match
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
 from mergekit_slta.tables import Paragraphs
-from mergekit_slta.words import counted
+from mergekit_slta.words import counted, listed
 
 HALF = ("bfloat16", "float16")
 
@@ -79,7 +90,7 @@ def check(
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
-        return Findings(list(error.sentences), ["Models and data are checked once these are mended."])
+        return Findings(list(error.sentences), ["Models and data are checked once these are corrected."])
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:
@@ -126,7 +137,7 @@ def examine(
         partial(require_device, experiment.device),
         partial(space.folders, recipe.settings, out),
     ]
-    all_of([*checks, partial(data.calibration, experiment)] if recipe.method.runs_models else checks)
+    all_of([*checks, partial(_data, experiment)] if recipe.method.runs_models else checks)
     return [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
 
 
@@ -148,43 +159,13 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
     if not merging:
         return
     every = [experiment.model(reference) for reference in recipe.references]
-    yield partial(tensors.complete_checkpoints, every, recipe.tokenizer_source is not None)
+    yield partial(models.complete_checkpoints, every, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
         yield partial(tokenizers.same_vocabulary, experiment, expert.reference)
     yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
         yield partial(space.not_overwritten, every, out)
     yield partial(space.room, experiment, out)
-
-
-def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
-    recipe, settings = experiment.recipe, experiment.recipe.settings
-    base, config = experiment.model(recipe.base), recipe.config
-    for _, expert in experiment.pairs:
-        yield from models.other_computation(base, expert, settings.runs_models)
-        yield from models.adapted_ends(expert, experiment.transformers_cache)
-        if clause := models.left_over(expert):
-            yield f"{clause}: the entry 'quantization_config' is ignored."
-    if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
-        yield (
-            f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
-            "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."
-        )
-    if not merging:
-        return
-    for task in recipe.tasks if settings.runs_models else ():
-        yield from data.none_to_evaluate(experiment, task)
-    if experiment.in_slices and (lost := left_out_by_mergekit(base)):
-        yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
-    else:
-        yield from tensors.outside_the_model(base, [expert for _, expert in experiment.pairs])
-    yield from tokenizers.endless(experiment)
-    dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
-    if dtype in HALF and not isinstance(settings, FeatcalSettings):
-        yield (
-            f"Merging in {dtype} rounds at every step: set 'dtype: float32' and 'out_dtype: "
-            f"{config.out_dtype or dtype}' to round only once."
-        )
 
 
 def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
@@ -202,3 +183,129 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
     experiment.ranks.together(checked)
     experiment.open()
     return experiment
+
+
+# Calibration data and statistics
+
+
+def _data(experiment: Experiment) -> None:
+    """Refuse data that cannot be used, or a statistics file that cannot be used or written.
+
+    Datasets of the Hub are not downloaded; where the Hub can be reached, it is asked whether it has them.
+    """
+    recipe, settings = experiment.recipe, experiment.settings
+    given = settings.statistics if isinstance(settings, SltaSettings) else ""
+    file = resolve_statistics(given, experiment.options.transformers_cache) if given else None
+    measured = file is not None and file.exists()
+    tasks = [task for task in recipe.tasks if task.calibration]
+    local = [task for task in tasks if not is_dataset(task.calibration)]
+    checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
+    checks.append(partial(require_calibration, recipe, statistics=measured))
+    if file is not None and not measured:
+        checks.append(partial(space.require_writable, f"The statistics file {file}", file))
+    if isinstance(settings, SltaSettings) and not measured:
+        checks.append(partial(published_names, recipe.references))
+    all_of(checks)
+    drawn = dict(zip(local, experiment.load_data(local), strict=True))
+    if file is not None and measured:
+        _fits(experiment, file, drawn)
+
+
+def _source(experiment: Experiment, task: Task) -> None:
+    """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
+    if task.template:
+        template_fields(task.template)
+    if is_dataset(task.calibration):
+        _require_dataset(task.calibration)
+    else:
+        read_records(task.calibration)  # known without the base model's tokenizer
+        experiment.load_data([task])
+
+
+def _require_dataset(source: str) -> None:
+    """Refuse a dataset that the Hub does not have; without a network it may be in the cache."""
+    name, _, _ = parse_dataset(source)
+    if os.path.isdir(name):
+        return
+    try:
+        huggingface_hub.dataset_info(name, timeout=10)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise SltaError(f"Calibration source {source!r} cannot be used: on the Hub, {reason(error)}.") from error
+    except HUB_ERRORS:
+        pass
+
+
+def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
+    """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
+    recipe = experiment.recipe
+    base, *experts = (_content_of(experiment, model) for model in recipe.references)
+    config = experiment.model(recipe.base).config
+    match(
+        Statistics.load(file).info,
+        file,
+        experiment,
+        None if base is None else BaseContent(tensors=base, config=hashed_computation(config)),
+        experts,
+        [drawn.get(task) for task in recipe.tasks],
+        [recipe.settings_of(SltaSettings).level],
+    )
+
+
+def _content_of(experiment: Experiment, reference: ModelReference) -> str | None:
+    """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
+    folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
+    if folder is None or not all(any(place.glob("*.safetensors")) for place in (folder, adapter) if place):
+        return None
+    return fingerprint_of(folder, adapter)
+
+
+# Notes
+
+
+def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
+    recipe, settings = experiment.recipe, experiment.recipe.settings
+    base, config = experiment.model(recipe.base), recipe.config
+    for _, expert in experiment.pairs:
+        yield from models.other_computation(base, expert, settings.runs_models)
+        yield from models.adapted_ends(expert, experiment.options.transformers_cache)
+        if clause := models.left_over(expert):
+            yield f"{clause}: the entry 'quantization_config' is ignored."
+    if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
+        yield (
+            f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
+            "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."
+        )
+    if not merging:
+        return
+    for task in recipe.tasks if settings.runs_models else ():
+        yield from _none_to_evaluate(experiment, task)
+    if experiment.in_slices and (lost := left_out_by_mergekit(base)):
+        yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
+    else:
+        yield from models.outside_the_model(base, [expert for _, expert in experiment.pairs])
+    yield from tokenizers.endless(experiment)
+    dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
+    if dtype in HALF and not isinstance(settings, FeatcalSettings):
+        yield (
+            f"Merging in {dtype} rounds at every step: set 'dtype: float32' and 'out_dtype: "
+            f"{config.out_dtype or dtype}' to round only once."
+        )
+
+
+def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
+    """Say that calibration leaves a task no record for ``evaluate``, or what is wrong with its test data.
+
+    No merge needs these, so they are no problem. Datasets are not downloaded.
+    """
+    source = task.evaluation or task.calibration
+    if not task.calibration or is_dataset(task.calibration) or is_dataset(source):
+        return
+    try:
+        left = experiment.held_out(task, 1).records
+    except SltaError as error:
+        yield from error.sentences
+        return
+    if not left:
+        count = counted(len(experiment.samples(task).records), "record")
+        has = f"has only {count}: all calibrate" if source == task.calibration else "has only records that calibrate"
+        yield f"Calibration source {source!r} of {task} {has}, none is left for `evaluate`. {MORE}"

@@ -129,10 +129,9 @@ def _in_memory(name: str, header: TensorHeader) -> int:
 
 
 def folders(settings: MethodSettings, out: Path | None) -> None:
-    """Refuse folders to write to, the output's and those named in the recipe, that are not writable."""
-    for name in settings.folders:
-        if folder := getattr(settings, name):
-            require_writable(f"'{name}: {folder}'", Path(folder).expanduser())
+    """Refuse folders to write to, the output's and the report's, that are not writable."""
+    if isinstance(settings, CalibrationSettings) and settings.report:
+        require_writable(f"'report: {settings.report}'", Path(settings.report).expanduser())
     if out is not None:
         require_writable(str(out), out)
 
@@ -160,7 +159,9 @@ def room(experiment: Experiment, out: Path | None) -> None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
         written += [(out, "the merged model", taken.merged), (out, "the solved layers", max(taken.solved - there, 0))]
-    written.append((Path(experiment.transformers_cache or HF_HUB_CACHE), "the download", sum(taken.download.values())))
+    written.append(
+        (Path(experiment.options.transformers_cache or HF_HUB_CACHE), "the download", sum(taken.download.values()))
+    )
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []

@@ -9,11 +9,12 @@ from typing import Any
 
 from mergekit.common import ModelReference
 
-from mergekit_slta.data.chats import MARK
+from mergekit_slta.data.records import MARK
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import listed, other_vocabularies
+from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.words import listed
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -68,7 +69,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
 
     def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
         tokenizer = experiment.tokenizer(reference)
-        settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.transformers_cache)
+        settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.options.transformers_cache)
         return end_of_turn(tokenizer) or tokenizer.eos_token, stop_ids(settings)
 
     for expert in recipe.experts if recipe.tokenizer_owner == base else ():

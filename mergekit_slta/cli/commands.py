@@ -115,15 +115,15 @@ def check(recipe: Path, **options: Any) -> None:
     """
     from mergekit_slta.checks import examine
 
-    found = examine.check(recipe, **applied(options))
-    if found.problems:
-        click.echo(f"{recipe}: {found}", err=True)
+    findings = examine.check(recipe, **applied(options))
+    if findings.problems:
+        click.echo(f"{recipe}: {findings}", err=True)
         raise click.exceptions.Exit(1)
-    for note in found.notes if not options["quiet"] else ():
+    for note in findings.notes if not options["quiet"] else ():
         click.echo(f"Note: {note}", err=True)
-    click.echo(f"{recipe}: no problem found. {found.verdict}")
+    click.echo(f"{recipe}: no problem found. {findings.verdict}")
     if not options["quiet"]:
-        click.echo(found.needs)
+        click.echo(findings.needs)
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
@@ -154,8 +154,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
         finished = path.is_file()
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
-        found = "fits already and was not touched" if finished else "written"
-        click.echo(f"{path} {found}: {as_size(path.stat().st_size)}, {statistics.summary}")
+        state = "fits already and was not touched" if finished else "written"
+        click.echo(f"{path} {state}: {as_size(path.stat().st_size)}, {statistics.summary}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
@@ -335,8 +335,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     Use it where Python's start-up files are off, so that mergekit-yaml does not know our methods. It takes all of
     mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
     """
-    from mergekit_slta.host.merge import merge as merge_models
     from mergekit_slta.host.run import joined_ranks
+    from mergekit_slta.host.run import merge as merge_models
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
@@ -357,9 +357,9 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge
 
-    found = verify_merge(recipe, out, **applied(options))
-    click.echo(f"{out}: {found}", err=bool(found.problems))
-    if found.problems:
+    verification = verify_merge(recipe, out, **applied(options))
+    click.echo(f"{out}: {verification}", err=bool(verification.problems))
+    if verification.problems:
         raise click.exceptions.Exit(1)
 
 
@@ -399,12 +399,12 @@ def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str,
 # What is printed and written
 
 
-def _show(found: object, to_json: Callable[[], str], json_file: str | None) -> None:
+def _show(result: object, to_json: Callable[[], str], json_file: str | None) -> None:
     """Print what was found, or its JSON to standard output for the file '-', and write its JSON to any other file."""
     if json_file == "-":
         click.echo(to_json(), nl=False)
         return
-    if found is not None:
-        click.echo(found)
+    if result is not None:
+        click.echo(result)
     if json_file:
         files.write(Path(json_file), to_json().encode())

@@ -1,30 +1,288 @@
-"""Calibration sources: read the records of the file or dataset that a recipe names.
+"""Calibration sources: the records of the file or dataset that a recipe names, and the samples drawn from them.
 
-Local files are read whole; data that do not fit into memory can be read as ``hf:FOLDER``. CSV and JSON are not left to
-``datasets``, which turns text into dates and numbers, adds fields, and drops one where the first row has too many.
+Samples are token ids, in an order that depends on the seed alone. Local files are read whole; data that do not fit into
+memory can be read as ``hf:FOLDER``. CSV and JSON are not left to ``datasets``, which turns text into dates and numbers,
+adds fields, and drops one where the first row has too many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import datetime
 import glob
+import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mergekit_slta.data.records import Record, in_a_list
+import numpy as np
+
+from mergekit_slta.data.records import Record, Span, Text, Turns, UnfitRecord, in_a_list, record_text
 from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.files import published_path
+from mergekit_slta.words import counted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOG = logging.getLogger(__name__)
 
 DATASET_PREFIX = "hf:"
+SHOWN = 150  # characters at the beginning and at the end of a sample that ``check`` shows
+CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
+# Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
+# Llama 3.2's chat template writes when it is given none.
+CHAT_DATE = datetime.datetime(2024, 7, 26)
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
-def is_dataset(source: str) -> bool:
-    """Whether a source is a dataset, which may have to be downloaded, rather than a file."""
-    return source.startswith(DATASET_PREFIX)
+@dataclass(frozen=True)
+class CalibrationData:
+    """The samples drawn from one source.
+
+    Attributes:
+        source: the source as the recipe spells it.
+        template: the template of the expert, or "".
+        token_ids: one row of token ids per sample, in the order drawn; no padding.
+        records: each row's index in the source.
+        answers: the place of the record's answer in each row: the index of its first token, and of the one after its
+            last, which is beyond the row if the answer is cut off. None for a record without a known answer.
+        example: the first sample as the model sees it, in a sentence.
+    """
+
+    source: str
+    template: str
+    token_ids: tuple[tuple[int, ...], ...]
+    records: tuple[int, ...]
+    answers: tuple[Span | None, ...]
+    example: str = ""
+
+    @property
+    def sha256(self) -> str:
+        """Hex digest of the token ids: per row its length and its ids, all as little-endian int64."""
+        digest = hashlib.sha256()
+        for row in self.token_ids:
+            digest.update(np.array((len(row), *row), dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+
+class _Sample(NamedTuple):
+    """A record that is drawn; its answer may lie beyond ``max_tokens``."""
+
+    record: int
+    row: tuple[int, ...]
+    answer: Span | None
+    text: Text
+
+
+@dataclass(frozen=True)
+class CalibrationSource:
+    """Draws samples from the records of one source.
+
+    Attributes:
+        source: what the recipe gives as ``calibration``.
+        template: a ``str.format`` string over a record's fields, or "" to choose the fields by their names.
+        tokenizer: the tokenizer of the base or merged model, which tokenizes everything.
+        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if ``tokenizer`` lacks a
+            chat template that is needed.
+        max_tokens: how many tokens of a sample to keep, from its beginning.
+        seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
+    """
+
+    source: str
+    template: str
+    tokenizer: PreTrainedTokenizerBase
+    expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    max_tokens: int
+    seed: int
+
+    def draw(self, samples: int, used: CalibrationData | None = None) -> CalibrationData:
+        """Draw samples: records in the seed's order, without the empty and the unfit ones, until there are enough.
+
+        What is skipped, left out or cut is logged as a warning, in a sentence each; so is a lack of records.
+
+        Args:
+            samples: how many.
+            used: samples drawn before; records with the same tokens as one of them are left out, none may be left, and
+                nothing is said of the others.
+
+        Raises:
+            SltaError: the source cannot be read, or no record is usable.
+        """
+        records = read_records(self.source)
+        fields = getattr(records, "column_names", None) or dict.fromkeys(name for record in records for name in record)
+        source = f"Calibration source {self.source!r}"
+        # Fields that no record has are refused before each one is looked at.
+        record_text(dict.fromkeys(fields), self.template, where=source, render_chat=self._render_chat)
+        repeated = set(used.token_ids) if used else set()
+        drawn: list[_Sample] = []
+        empty, unfit = 0, list[str]()
+        for index in random.Random(self.seed).sample(range(len(records)), len(records)):
+            if len(drawn) == samples:
+                break
+            try:
+                where = f"record {index + 1}"
+                text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
+            except UnfitRecord as error:
+                unfit.append(str(error))
+                continue
+            row, answer = self._encode(text)
+            if not row:
+                empty += 1
+            elif row not in repeated:
+                drawn.append(_Sample(index, row, answer, text))
+        if not (drawn or used):
+            all_empty = f"all {empty} are empty. Name another source, or a 'template' of fields with text."
+            none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
+            raise SltaError(f"{source} has no usable record: {none_fits if unfit else all_empty}")
+        for sentence in [] if used else self._notes(drawn, empty, unfit):
+            LOG.warning("%s: %s", source, sentence)
+        if 0 < len(drawn) < samples:
+            which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
+            LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
+        return CalibrationData(
+            self.source,
+            self.template,
+            tuple(sample.row for sample in drawn),
+            tuple(sample.record for sample in drawn),
+            tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
+            self._example(drawn[0]) if drawn else "",
+        )
+
+    def _example(self, sample: _Sample) -> str:
+        def shown(begin: int, end: int) -> str:
+            text = str(self.tokenizer.decode([*sample.row[begin:end]], clean_up_tokenization_spaces=False))
+            return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
+
+        answer, length = sample.answer, len(sample.row)
+        sees = f"Record {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
+        if not answer:
+            return f"{sees}; no answer is known."
+        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < length else 'lies beyond max_tokens'}."
+
+    def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
+        """What of the records is not in the samples, a sentence each."""
+        if empty:
+            yield f"skipped {counted(empty, 'empty record')}."
+        if unfit:
+            yield f"skipped {counted(len(unfit), 'record')}, the first because {unfit[0]}"
+        for part, count in Counter(part for sample in drawn for part in sample.text.left_out).items():
+            yield (
+                f"the chat template leaves out {part} of {count} of {len(drawn)} records: write it by a 'template', "
+                "or as the record's 'text'."
+            )
+        chats = [sample.text.text for sample in drawn if sample.text.is_chat]
+        split = {marker for text in chats for marker in self._split_markers if marker in text}
+        if split:
+            yield (
+                f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} of the chat "
+                "template into pieces: add 'tokenizer: {source: EXPERT}' to the recipe if the expert has the base "
+                "model's ids, or give the expert a 'template' without them."
+            )
+        answers = [sample.answer for sample in drawn if sample.answer]
+        if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
+            cut = sum(begin < self.max_tokens for begin, _ in beyond)
+            yield (
+                f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
+                f"{f', {cut} of them in part' * bool(cut)}: raise it to {max(end for _, end in beyond)}."
+            )
+
+    def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
+        """A text's token ids, none if all are special, and which of them are its answer, also beyond ``max_tokens``."""
+        if not text.text.strip():
+            return (), None
+        first, last = text.answer or (0, 0)
+        # A book would take minutes to tokenize; what is before an answer is counted.
+        prefix = text.text[: max(CHARACTERS_PER_TOKEN * self.max_tokens, last if self.tokenizer.is_fast else 0)]
+        with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
+            encoding = self.tokenizer(
+                prefix,
+                add_special_tokens=not text.is_chat,  # a chat template writes them itself
+                padding=False,
+                truncation=False,  # which may cut at the beginning
+                return_offsets_mapping=self.tokenizer.is_fast,
+                verbose=False,
+            )
+        ids: list[int] = encoding["input_ids"]
+        places: list[Span] = encoding.get("offset_mapping", [])  # a slow tokenizer does not tell each token's place
+        special = 0 if text.is_chat else self.tokenizer.num_special_tokens_to_add()
+        begins = ids[:2] == [self.tokenizer.bos_token_id] * 2
+        ends = ids[-2:] == [self.tokenizer.eos_token_id] * 2
+        if special:  # the text may already hold a token that the tokenizer adds
+            ids, places = ids[begins : len(ids) - ends], places[begins:]
+        if len(ids) <= special:
+            return (), None
+        inside = [i for i, (begin, end) in enumerate(places) if max(begin, first) < min(end, last)]
+        # Its first token must be predicted from another.
+        return tuple(ids[: self.max_tokens]), (inside[0], inside[-1] + 1) if inside and inside[0] else None
+
+    def _render_chat(self, turns: Turns, tools: list[Any] | None = None, asks: bool = False, **switches: Any) -> str:
+        template = str(self._chat_tokenizer.get_chat_template(tools=tools))
+        template = NOW.sub(lambda call: repr(CHAT_DATE.strftime(call[2])), template)
+        how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": asks, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template(turns, tools, **how, **switches))
+
+    def asked(self, record: Record, where: object) -> tuple[str, tuple[int, ...]]:
+        """A record of ``messages`` as a model is given it that is to answer: its text, and the text's token ids.
+
+        Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
+        """
+        is_chat, as_chat = self.has_chat_template, partial(self._render_chat, asks=True)
+        text, *_ = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines)
+        ids, _ = self._encode(Text(text, is_chat))
+        return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
+
+    def tokens(self, record: Record) -> tuple[int, ...]:
+        """The token ids of a record; none if it does not fit."""
+        with contextlib.suppress(UnfitRecord):
+            return self._encode(record_text(record, self.template, where="it", render_chat=self._render_chat))[0]
+        return ()
+
+    @property
+    def has_chat_template(self) -> bool:
+        with contextlib.suppress(ValueError, NotImplementedError):
+            return bool(self.tokenizer.get_chat_template())
+        return False
+
+    @cached_property
+    def _split_markers(self) -> set[str]:
+        """The control tokens of the chat template that the tokenizer does not know."""
+        owner = self._chat_tokenizer
+        markers = {*owner.get_added_vocab(), *re.findall(r"<\|[^<>|{}\s]+\|>", str(owner.get_chat_template()))}
+        return markers - self.tokenizer.get_vocab().keys()
+
+    @cached_property
+    def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that calibrates if it has a chat template, or else the expert's.
+
+        Raises:
+            SltaError: neither has one.
+        """
+        for load in (lambda: self.tokenizer, self.expert_tokenizer):
+            tokenizer = load()
+            with contextlib.suppress(ValueError, NotImplementedError):
+                tokenizer.get_chat_template()
+                return tokenizer
+        raise SltaError(
+            f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
+            "the expert's has a chat template: give the expert a 'template'."
+        )
+
+
+def _in_lines(turns: Turns, tools: object = None) -> str:
+    return "".join(f"{turn['content']}\n" for turn in turns)
+
+
+# The records of a source
 
 
 def read_records(source: str) -> Sequence[Record]:
@@ -43,27 +301,6 @@ def read_records(source: str) -> Sequence[Record]:
     return records
 
 
-def source_key(source: str) -> tuple[str, ...]:
-    """Identify a calibration source: the key is equal for two spellings of the same file or dataset.
-
-    Raises:
-        SltaError: the query of a dataset is malformed.
-    """
-    if not is_dataset(source):
-        return ("file", os.path.realpath(os.path.expanduser(source)))
-    name, config, split = parse_dataset(source)
-    name = os.path.realpath(name) if os.path.isdir(name) else name.lower()
-    return ("dataset", name, config or "default", split or "train")
-
-
-def source_name(source: str) -> str:
-    """A source's name for published files: the recipe's spelling, but only the last part of an absolute path."""
-    if not is_dataset(source):
-        return published_path(source)
-    name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")
-    return DATASET_PREFIX + published_path(name) + mark + query
-
-
 def _read_file(source: str) -> Sequence[Record]:
     path = os.path.expanduser(source)
     extension = os.path.splitext(path)[1].lower()
@@ -74,7 +311,7 @@ def _read_file(source: str) -> Sequence[Record]:
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
-    with reading(f"Calibration file {source!r}", fix="write it anew, its text as UTF-8"):
+    with reading(f"Calibration file {source!r}", fix="save it again, its text as UTF-8"):
         return READERS[extension](path)
 
 
@@ -130,21 +367,6 @@ READERS: dict[str, Callable[[str], list[Record]]] = {
 }
 
 
-def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
-    """The name, configuration and split in ``hf:NAME[?config=...&split=...]``; the name may be a folder's path."""
-    name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
-    # urllib's parser would read the plus sign that a split may hold as a space.
-    pairs = [setting.partition("=")[::2] for setting in query.split("&") if query]
-    settings = dict(pairs)
-    valid = len(settings) == len(pairs) and settings.keys() <= {"config", "split"} and all(settings.values())
-    if not name or not valid:
-        raise SltaError(
-            f"Calibration source {source!r} must be '{DATASET_PREFIX}DATASET', alone or followed by '?config=NAME', "
-            "'?split=NAME' or '?config=NAME&split=NAME'."
-        )
-    return os.path.expanduser(name), settings.get("config"), settings.get("split")
-
-
 def _saved_files(folder: Path) -> dict[str, str]:
     """The files of each split in a folder that ``save_to_disk`` wrote; none in another folder."""
     splits = {"train": folder} if (folder / "state.json").is_file() else {}
@@ -175,3 +397,47 @@ def _read_dataset(source: str) -> Sequence[Record]:
             )
         loaded = loaded[split]
     return loaded.select_columns(_text_columns(loaded.features))
+
+
+# The names of sources
+
+
+def is_dataset(source: str) -> bool:
+    """Whether a source is a dataset, which may have to be downloaded, rather than a file."""
+    return source.startswith(DATASET_PREFIX)
+
+
+def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
+    """The name, configuration and split in ``hf:NAME[?config=...&split=...]``; the name may be a folder's path."""
+    name, _, query = source.removeprefix(DATASET_PREFIX).partition("?")
+    # urllib's parser would read the plus sign that a split may hold as a space.
+    pairs = [setting.partition("=")[::2] for setting in query.split("&") if query]
+    settings = dict(pairs)
+    valid = len(settings) == len(pairs) and settings.keys() <= {"config", "split"} and all(settings.values())
+    if not name or not valid:
+        raise SltaError(
+            f"Calibration source {source!r} must be '{DATASET_PREFIX}DATASET', alone or followed by '?config=NAME', "
+            "'?split=NAME' or '?config=NAME&split=NAME'."
+        )
+    return os.path.expanduser(name), settings.get("config"), settings.get("split")
+
+
+def source_key(source: str) -> tuple[str, ...]:
+    """Identify a calibration source: the key is equal for two spellings of the same file or dataset.
+
+    Raises:
+        SltaError: the query of a dataset is malformed.
+    """
+    if not is_dataset(source):
+        return ("file", os.path.realpath(os.path.expanduser(source)))
+    name, config, split = parse_dataset(source)
+    name = os.path.realpath(name) if os.path.isdir(name) else name.lower()
+    return ("dataset", name, config or "default", split or "train")
+
+
+def source_name(source: str) -> str:
+    """A source's name for published files: the recipe's spelling, but only the last part of an absolute path."""
+    if not is_dataset(source):
+        return published_path(source)
+    name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")
+    return DATASET_PREFIX + published_path(name) + mark + query

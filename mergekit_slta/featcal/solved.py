@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import share

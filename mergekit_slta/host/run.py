@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, Unpack
 
 import click
 import transformers
 from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
-from mergekit.options import MergeOptions
+from mergekit.options import MergeOptions as MergekitOptions
 
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
@@ -24,17 +25,13 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, files_named, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.host.actmat import ActmatMerge
-from mergekit_slta.host.featcal import FeatcalMerge
-from mergekit_slta.host.method import Merge, Method
-from mergekit_slta.host.sftm import SftmMerge
-from mergekit_slta.host.slta import SltaMerge
+from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import entry_files, finish_folder
-from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.experiment import Experiment, Options
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, loaded, plain_values
 
 LOG = logging.getLogger(__name__)
 
@@ -49,6 +46,76 @@ def register() -> None:
     for name, method in METHODS.items():
         if name not in known:
             merge_methods.register(method)
+
+
+class MergeOptions(Options, total=False):
+    """The options of a merge: those of every run, and the others of mergekit-yaml.
+
+    Attributes:
+        cuda: compute on the GPU.
+        multi_gpu: share mergekit's work among all GPUs.
+        gpu_rich: the same as ``cuda``, ``low_cpu_memory``, ``read_to_gpu`` and ``multi_gpu``.
+        read_to_gpu: read weights into the GPU's memory.
+        low_cpu_memory: keep results in the GPU's memory until they are written.
+        allow_crimes: merge models of different architectures, for methods without samples.
+        unsafe_truncate_embeddings: cut embeddings to the smallest vocabulary, which adjusts no tokenizer.
+        lora_merge_dtype: the data type to merge LoRA adapters in.
+        lazy_unpickle: read pickled checkpoints tensor by tensor.
+        out_shard_size: parameters in each file that is written; 5 billion by default.
+        copy_tokenizer: copy the base model's tokenizer; True by default.
+        write_model_card: write a README with the recipe and how the model was made; True by default.
+        safe_serialization: write safetensors files, not pickled ones; True by default.
+        clone_tensors: copy tensors before they are written, for recipes that repeat a layer.
+        async_write: write files in the background.
+        write_threads: threads that write them; 1 by default.
+        random_seed: the seed of mergekit's randomized methods.
+    """
+
+    cuda: bool
+    multi_gpu: bool
+    gpu_rich: bool
+    read_to_gpu: bool
+    low_cpu_memory: bool
+    allow_crimes: bool
+    unsafe_truncate_embeddings: bool
+    lora_merge_dtype: str | None
+    lazy_unpickle: bool
+    out_shard_size: int | SupportsIndex
+    copy_tokenizer: bool
+    write_model_card: bool
+    safe_serialization: bool
+    clone_tensors: bool
+    async_write: bool
+    write_threads: int | SupportsIndex
+    random_seed: int | SupportsIndex | None
+
+
+def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[MergeOptions]) -> Path:
+    """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
+
+    Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
+    Threads may call it: one merges at a time, and the others wait.
+
+    Args:
+        recipe: the recipe, or its file.
+        out: the folder to write to.
+        options: see ``MergeOptions``.
+
+    Returns:
+        The folder of the merged model.
+
+    Raises:
+        SltaError: the recipe, a model, the data or the disk does not allow the merge.
+    """
+    from mergekit.merge import run_merge  # not above: it may be what imports this module
+
+    from mergekit_slta.host import patches  # noqa: F401 - mergekit must know the methods where start-up files are off
+
+    if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
+        raise TypeError(f"merge has no option {', '.join(unknown)}.")
+    given, folder = loaded(recipe), Path(out).expanduser()
+    run(inspect.unwrap(run_merge), given.config, str(folder), plain_values(options), given.text)
+    return folder
 
 
 def run(
@@ -81,7 +148,7 @@ def run(
             if config.merge_method not in known:
                 fix = suggestion(config.merge_method, known) or f": it knows {', '.join(sorted(known))}."
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{fix}")
-            stock(config, out, MergeOptions(**in_recipes_type(options, config.dtype)), source)
+            stock(config, out, MergekitOptions(**in_recipes_type(options, config.dtype)), source)
             partial = Partial(Path(out) / PARTIAL_OF_MERGE)
             if partial.folder.parent.exists():  # of an earlier merge by one of our methods
                 card.renew_beside(Path(out), None)
@@ -90,7 +157,7 @@ def run(
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(source or config.to_yaml(), "The recipe")
         recipe.config = config  # a program may have changed what it read
-        with joined_ranks() as ranks, files_named("mend that and run the command again"):
+        with joined_ranks() as ranks, files_named("correct that and run the command again"):
             _run(stock, Experiment(recipe, ranks=ranks, **options), out)
 
 
@@ -132,7 +199,7 @@ def _merged(
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     if options.write_model_card:
         try:
-            card.write_card(folder, recipe.config, recipe.text, merge.solution)
+            card.write_card(folder, recipe, merge.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
             LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
     partial.remove()
@@ -159,20 +226,11 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     if merge.page:
         yield f"Report: {merge.page}"
     yield from (f"Note: {note}" for note in endless(experiment))
-    if (recipe := _recipe_file(out)) is not None:
+    copied = Path(out) / card.RECIPE  # mergekit writes it with its card
+    if copied.is_file():
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
-        command = ["mergekit-slta", "evaluate" if has_data else "verify", recipe, out, *_options(experiment)]
+        command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out, *_options(experiment)]
         yield f"Next: {shlex.join(command)}"
-
-
-def _recipe_file(out: str) -> str | None:
-    """The recipe that this process's command was given, or else mergekit's copy in the output folder, if any."""
-    context = click.get_current_context(silent=True)
-    given = context.params if context is not None and context.command.name in ("mergekit-yaml", "merge") else {}
-    if recipe := given.get("config_file") or given.get("recipe"):  # the command "merge" may be another program's
-        return str(recipe)
-    copied = Path(out) / card.RECIPE
-    return str(copied) if copied.is_file() else None
 
 
 def _options(experiment: Experiment) -> Iterator[str]:

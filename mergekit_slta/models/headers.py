@@ -24,6 +24,7 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
+from mergekit_slta.words import listed
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -285,10 +286,3 @@ def hub_headers(path: ModelPath) -> Headers:
         ) from None
     stored = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
     return {name: _header(tensor.shape, tensor.dtype) for name, tensor in stored.items()}
-
-
-def listed(names: Iterable[str]) -> str:
-    """The first three names joined by commas, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -19,8 +19,7 @@ from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models.adapters import adapter_option
-from mergekit_slta.recipe.configuration import base_parameters, expert_parameters
-from mergekit_slta.recipe.recipe import published_name
+from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics, versions
@@ -45,10 +44,8 @@ _IN_WORDS = {
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None) -> None:
+def write_card(folder: Path, recipe: Recipe, solution: Solution | None) -> None:
     """Complete mergekit's card of a merge, and write the figure that it shows of an ``slta`` merge.
-
-    ``recipe`` is the recipe's YAML, which mergekit's card shows.
 
     Raises:
         OSError: a file cannot be written.
@@ -57,7 +54,7 @@ def write_card(folder: Path, config: MergeConfiguration, recipe: str, solution: 
         from mergekit_slta.figures import Picture  # which imports matplotlib
 
         files.write(folder / ALPHA_FIGURE, Picture(solution.plot()).png())
-    files.write(folder / CARD, merge_card(folder, config, recipe, solution).encode())
+    files.write(folder / CARD, merge_card(folder, recipe, solution).encode())
 
 
 def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> None:
@@ -76,41 +73,40 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
         solution.statistics.save(beside)
 
 
-def merge_card(folder: Path, config: MergeConfiguration, recipe: str, solution: Solution | None = None) -> str:
+def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -> str:
     """The card of a merge for others: the one in its folder, with our section, the recipe as mergekit understood it.
 
     Raises:
         SltaError: the card in the folder is not UTF-8 text, or its header is not valid YAML.
     """
-    path = folder / CARD
+    path, method = folder / CARD, recipe.config.merge_method
     with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
         written = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"
-        shown = recipe.replace("\r\n", "\n").strip()  # reading a text changes line ends
+        shown = recipe.text.replace("\r\n", "\n").strip()  # reading a text changes line ends
         written = written.replace(shown, published_recipe(recipe))  # mergekit shows it with its comments
         card = ModelCard(without_private_paths(written, recipe), ignore_metadata_errors=True)
-    if config.merge_method in SETTINGS:
+    if method in SETTINGS:
         data: Any = card.data
-        experts = expert_parameters(config)
-        data.base_model = [path.path for path in model_paths(config) if _is_on_hub(path.path)] or None
+        data.base_model = [path.path for path in model_paths(recipe) if _is_on_hub(path.path)] or None
         data.base_model_relation = "merge" if data.base_model else None
-        tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", config.merge_method]
+        tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", method]
         data.tags = list(dict.fromkeys(tags))
-        sources = [*(given.get("calibration", "") for given in experts.values()), _kept_prompts(config)]
+        sources = [task.calibration for task in recipe.tasks]
         named = [source.removeprefix(DATASET_PREFIX).partition("?")[0] for source in sources if is_dataset(source)]
         named = [name for name in named if not os.path.exists(name) and not files.is_private(name)]
         data.datasets = list(dict.fromkeys([*(data.datasets or []), *named])) or None
         data.library_name = data.library_name or "transformers"
         if HEADING not in card.text:
-            card.text = f"{card.text.rstrip()}\n\n{_section(config, solution)}\n"
+            card.text = f"{card.text.rstrip()}\n\n{_section(recipe, solution)}\n"
     return str(card)
 
 
-def _section(config: MergeConfiguration, solution: Solution | None) -> str:
-    spec = merge_methods.get(config.merge_method).spec
+def _section(recipe: Recipe, solution: Solution | None) -> str:
+    spec = merge_methods.get(recipe.config.merge_method).spec
     paragraphs = [
         HEADING,
         f"By [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
-        _model_table(config, solution),
+        _model_table(recipe, solution),
     ]
     again = "mergekit alone cannot do this merge; the model itself needs neither program."
     if solution is not None:
@@ -124,7 +120,7 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
             f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
             "parameters, leave `calibration` out, and no data are needed."
         )
-    option = adapter_option([reference for reference in (config.base_model, *expert_parameters(config)) if reference])
+    option = adapter_option(recipe.references)
     return "\n\n".join(
         [
             *paragraphs,
@@ -136,20 +132,13 @@ def _section(config: MergeConfiguration, solution: Solution | None) -> str:
     )
 
 
-def _kept_prompts(config: MergeConfiguration) -> str:
-    """The source of the prompts on which the merge keeps what the base model does; empty without any."""
-    given = base_parameters(config) if SETTINGS[config.merge_method].runs_models else {}
-    return str(given.get("calibration", "")) if float(given.get("weight", 1.0)) else ""
-
-
-def _model_table(config: MergeConfiguration, solution: Solution | None) -> str:
+def _model_table(recipe: Recipe, solution: Solution | None) -> str:
     """A row for each model; columns in which no model has anything are left out."""
     kept = dict(zip(solution.models, solution.kept.tolist(), strict=True)) if solution else {}
-    models = [("Expert", expert, given.get("calibration", "")) for expert, given in expert_parameters(config).items()]
-    if config.base_model:
-        models.insert(0, ("Base model", config.base_model, _kept_prompts(config)))
-        if solution and solution.keeps_base:
-            kept[published_name(config.base_model)] = solution.base_kept
+    if solution and solution.keeps_base:
+        kept[published_name(recipe.base)] = solution.base_kept
+    models = [("Base model", recipe.base, recipe.keep.calibration if recipe.keep else "")]
+    models += [("Expert", expert.reference, expert.calibration) for expert in recipe.experts]
     lines = [["", "Model", "Calibration data", "Feature change kept"], ["---"] * 4]
     for kind, model, source in models:
         share = kept.get(published_name(model))
@@ -161,16 +150,16 @@ def _model_table(config: MergeConfiguration, solution: Solution | None) -> str:
     )
 
 
-def published_recipe(recipe: str) -> str:
+def published_recipe(recipe: Recipe) -> str:
     """A recipe's YAML with mergekit's keys, without comments, and with private paths by their last parts."""
-    content = {key: value for key, value in yaml.safe_load(recipe).items() if key in MergeConfiguration.model_fields}
+    content = {key: value for key, value in recipe.content.items() if key in MergeConfiguration.model_fields}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
     return without_private_paths(text, recipe).strip()
 
 
-def without_private_paths(text: str, recipe: str) -> str:
+def without_private_paths(text: str, recipe: Recipe) -> str:
     """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
-    paths = {path for value in _texts(yaml.safe_load(recipe)) for path in _private_parts(value)}
+    paths = {path for value in _texts(recipe.content) for path in _private_parts(value)}
     for path in sorted(paths, key=len, reverse=True):
         last = files.published_path(path).replace("\\", r"\\")
         text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last, text)
@@ -197,10 +186,10 @@ def _private_parts(value: str) -> Iterator[str]:
             yield path
 
 
-def model_paths(config: MergeConfiguration) -> list[ModelPath]:
+def model_paths(recipe: Recipe) -> list[ModelPath]:
     """The folders and repositories of a recipe's models and adapters, each once."""
-    references = [*([config.base_model] if config.base_model else []), *expert_parameters(config)]
-    return list(dict.fromkeys(path for reference in references for path in (reference.model, reference.lora) if path))
+    paths = (path for reference in recipe.references for path in (reference.model, reference.lora))
+    return list(dict.fromkeys(filter(None, paths)))
 
 
 def _is_on_hub(path: str) -> bool:

@@ -15,19 +15,20 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta import files
-from mergekit_slta.checks.tensors import complete_checkpoints
+from mergekit_slta.checks.models import complete_checkpoints
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
-from mergekit_slta.models.headers import listed, open_model, weight_map
+from mergekit_slta.models.headers import open_model, weight_map
 from mergekit_slta.output import card
 from mergekit_slta.output.companions import PROCESSOR, code_of
 from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.tables import Paragraphs, as_size
+from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
@@ -119,13 +120,13 @@ def publish(
             "a chat model, merge again with 'tokenizer: {source: EXPERT}', which brings its template and the tokens "
             "that it writes; else there is nothing to do."
         )
-    paths = dict.fromkeys(path.path for path in card.model_paths(recipe.config))
+    paths = dict.fromkeys(path.path for path in card.model_paths(recipe))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
         notes.append(
             f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "
             f"their Hub ids in {card.RECIPE}."
         )
-    text = card.merge_card(folder, recipe.config, recipe.text)
+    text = card.merge_card(folder, recipe)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
     pairs = contents.items()
     sizes = tuple((name, len(file) if isinstance(file, bytes) else file.stat().st_size) for name, file in pairs)
@@ -197,7 +198,7 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
             continue  # of an earlier merge into the same folder
         contents[name] = path
         if name == card.RECIPE:
-            contents[name] = f"{card.published_recipe(recipe.text)}\n".encode()
+            contents[name] = f"{card.published_recipe(recipe)}\n".encode()
         elif name in _TEXTS:
-            contents[name] = card.without_private_paths(path.read_text(encoding="utf-8"), recipe.text).encode()
+            contents[name] = card.without_private_paths(path.read_text(encoding="utf-8"), recipe).encode()
     return contents | {name: folder / name for name in weight_map(folder)}

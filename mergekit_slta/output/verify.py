@@ -12,6 +12,7 @@ from typing import Any, Unpack
 import torch
 import transformers
 from mergekit.common import dtype_from_name
+from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
 
@@ -21,12 +22,13 @@ from mergekit_slta.errors import first_line
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES, source_folders
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.checkpoint import is_finite
-from mergekit_slta.models.headers import Headers, Model, folder_headers, listed
+from mergekit_slta.models.headers import Headers, Model, folder_headers
 from mergekit_slta.output.companions import PROCESSOR
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.tables import Paragraphs
+from mergekit_slta.words import listed
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +100,8 @@ def verify(
     problems += [f"The tensor {name} does not belong to the model." for name in strange]
     problems += [fault for sentences in faults.values() for fault in sentences]
     problems += _loading_problems(base, folder, stored, {*lost, *strange, *faults})
-    base_folder, _ = source_folders(base.reference, experiment.transformers_cache)
-    notes = _lacking_files(base_folder, folder, has_tokenizer, bool(config.chat_template))
+    base_folder, _ = source_folders(base.reference, experiment.options.transformers_cache)
+    notes = _lacking_files(base_folder, folder, config, has_tokenizer)
     return Verification(tuple(problems), len(names), tuple(notes))
 
 
@@ -190,27 +192,11 @@ def _silent_transformers() -> Iterator[None]:
             log.enable_progress_bar()
 
 
-def _lacking_files(base: Path, folder: Path, has_tokenizer: bool, has_template: bool) -> Iterator[str]:
-    """Name files of the base model's folder that a merged folder lacks and that converters and servers read.
-
-    Args:
-        base: the base model's folder.
-        folder: the merged folder.
-        has_tokenizer: whether the recipe gives the merge a tokenizer of its own.
-        has_template: whether the recipe gives it a chat template.
-    """
-    wanted = {file.name for pattern in PROCESSOR for file in base.glob(pattern)}
-    if not has_tokenizer:
-        wanted |= {GENERATION, "tokenizer.model"}
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tekken.json")):
-            wanted |= {*TOKENIZER_FILES[:2]}
-    if lacking := sorted(name for name in wanted if (base / name).is_file() and not (folder / name).is_file()):
-        yield f"{listed(lacking)} of {base} are not in the folder: copy them for programs that convert or serve it."
-    if not has_template and _has_template(base) and not _has_template(folder):
-        yield f"{base} has a chat template and the folder has none: copy {CHAT_TEMPLATES[0]}."
-
-
-def _has_template(folder: Path) -> bool:
-    settings = folder / TOKENIZER_FILES[0]
-    inside = settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
-    return inside or any((folder / name).is_file() for name in CHAT_TEMPLATES)
+def _lacking_files(base: Path, folder: Path, config: MergeConfiguration, has_tokenizer: bool) -> Iterator[str]:
+    """Name files of the base model's folder that a merge with its tokenizer has too, where it lacks them."""
+    of_tokenizer = (GENERATION, *TOKENIZER_FILES, *(() if config.chat_template else CHAT_TEMPLATES))
+    patterns = PROCESSOR if has_tokenizer else (*PROCESSOR, *of_tokenizer)
+    names = {file.relative_to(base).as_posix() for pattern in patterns for file in base.glob(pattern)}
+    if lacking := sorted(name for name in names if not (folder / name).is_file()):
+        fix = "copy them for programs that convert or serve it"
+        yield f"{', '.join(lacking)} of {base} are not in the folder: {fix}."

@@ -18,8 +18,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CalibrationData, CalibrationSource
-from mergekit_slta.data.sources import is_dataset
+from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
@@ -83,10 +82,6 @@ class Experiment:
         LoaderCache().setup(self.options)
 
     @property
-    def transformers_cache(self) -> str | None:
-        return self.options.transformers_cache
-
-    @property
     def settings(self) -> CalibrationSettings:
         """The recipe's calibration parameters; an SltaError if the recipe is wrong."""
         return self.recipe.settings_of(CalibrationSettings)
@@ -101,8 +96,8 @@ class Experiment:
     def model(self, reference: ModelReference) -> Model:
         """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
-            trusted, cache = self.options.trust_remote_code, self.transformers_cache
-            self._models[reference] = open_model(reference, trusted, cache)
+            options = self.options
+            self._models[reference] = open_model(reference, options.trust_remote_code, options.transformers_cache)
         return self._models[reference]
 
     @property
@@ -132,17 +127,9 @@ class Experiment:
         """The base model's decoder, without weights, traced on the CPU.
 
         Raises:
-            SltaError: the base model cannot be opened or is not a decoder-only language model, or a slice of the recipe
-                does not cover all of its layers.
+            SltaError: the base model cannot be opened or is not a decoder-only language model.
         """
-        decoder = trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
-        for source in (source for output in self.recipe.config.slices or () for source in output.sources):
-            if tuple(source.layer_range) != (0, len(decoder)):
-                raise SltaError(
-                    f"The slice of {source.model} takes layers {source.layer_range[0]}-{source.layer_range[1]} of "
-                    f"{len(decoder)}: only whole models can be calibrated, list the experts under 'models'."
-                )
-        return decoder
+        return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
 
     @cached_property
     def layout(self) -> Layout:
@@ -157,29 +144,16 @@ class Experiment:
 
     @property
     def in_slices(self) -> bool:
-        """Whether the recipe leaves layers out or repeats them, or names mergekit's modules, so that mergekit plans."""
-        config, depth = self.recipe.config, self.model(self.recipe.base).size("num_hidden_layers")
-        ranges = {tuple(source.layer_range) for output in config.slices or () for source in output.sources}
-        return bool(config.modules) or len(config.slices or ()) > 1 or not ranges <= {(0, depth)}
+        """Whether the recipe names slices or mergekit's modules, so that mergekit plans the merge by itself."""
+        return bool(self.recipe.config.slices or self.recipe.config.modules)
 
     @cached_property
     def architecture(self) -> ModelArchitecture | None:
         """The architecture by which mergekit merges all tensors of the base model's checkpoint.
 
         None where mergekit's own decides, because the recipe is ``in_slices``.
-
-        Raises:
-            SltaError: the recipe has one slice of all layers, but the model has several stacks of layers.
         """
-        if self.in_slices:
-            return None
-        found = architecture_of(self.layout, self.stored, self.base.config)
-        if self.recipe.config.slices and len(found.modules) > 1:
-            raise SltaError(
-                f"{self.base} has several stacks of layers, of which mergekit takes no slices: list the models under "
-                "'models'."
-            )
-        return found
+        return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
 
     def adapt_loaders(self) -> None:
         """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""
@@ -188,13 +162,15 @@ class Experiment:
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; only the first process merges adapters."""
-        if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
-            self.ranks.together(lambda: self._open_all() if self.ranks.first else None)
-        self.ranks.together(self._open_all)
 
-    def _open_all(self) -> None:
-        for model in (self.base, *self.experts):
-            model.open()  # from now on changes of its files are noticed
+        def open_all() -> None:
+            for model in (self.base, *self.experts):
+                model.open()  # from now on changes of its files are noticed
+
+        # In any other process transformers saves no weights.
+        if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
+            self.ranks.together(lambda: open_all() if self.ranks.first else None)
+        self.ranks.together(open_all)
 
     def check_edges(self, experts: bool) -> None:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
@@ -242,12 +218,12 @@ class Experiment:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
         if reference not in self._tokenizers:
             with reading(reference, "has no usable tokenizer", "get sound copies of its files"):
-                adapter = reference.lora and tokenizer_folder(reference.lora, self.transformers_cache)
+                adapter = reference.lora and tokenizer_folder(reference.lora, self.options.transformers_cache)
                 self._tokenizers[reference] = AutoTokenizer.from_pretrained(
                     str(adapter or reference.model.path),
                     revision=None if adapter else reference.model.revision,
                     trust_remote_code=self.options.trust_remote_code,
-                    cache_dir=self.transformers_cache,
+                    cache_dir=self.options.transformers_cache,
                 )
         return self._tokenizers[reference]
 
@@ -259,9 +235,8 @@ class Experiment:
             return None
         names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
-            return build_tokenizer(
-                *names, self.options.trust_remote_code, tokens
-            )  # its progress bar cannot be switched off
+            # Its progress bar cannot be switched off.
+            return build_tokenizer(*names, self.options.trust_remote_code, tokens)
 
     @cached_property
     def samples_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -302,10 +277,10 @@ class Experiment:
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
                 "embeddings: put the tokenizer that it was trained with into its folder."
             )
-        if self.recipe.method.runs_experts and highest >= (own := self.model(task.reference)).vocabulary:
+        if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
             raise SltaError(
-                f"The tokenizer of the base model gives the token id {highest}, but the expert {own} has only "
-                f"{own.vocabulary} embeddings: choose an expert with the base model's vocabulary."
+                f"The tokenizer of the base model gives the token id {highest}, but the expert {expert} has only "
+                f"{expert.vocabulary} embeddings: choose an expert with the base model's vocabulary."
             )
         embedding = self.decoder.model.get_input_embeddings()
         others = [module for module in self.decoder.tower.modules() if module is not embedding]

@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from mergekit_slta.data.sources import source_key
 from mergekit_slta.errors import SltaError, first_line, one_line, refuse, suggestion
 from mergekit_slta.files import published_path
-from mergekit_slta.recipe.configuration import base_parameters, expert_parameters, expert_references, shared_parameters
 from mergekit_slta.recipe.settings import (
     SETTINGS,
     CalibratedExpert,
@@ -28,7 +27,15 @@ from mergekit_slta.recipe.settings import (
     MethodSettings,
     Parameters,
 )
-from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
+from mergekit_slta.recipe.text import (
+    UniqueKeys,
+    base_parameters,
+    expert_parameters,
+    expert_references,
+    faults,
+    misshapen,
+    yaml_fault,
+)
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -159,7 +166,7 @@ class Recipe:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
         self.require_sound()
         given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        shared = {key: value for key, value in shared_parameters(self.config).items() if key == "template"}
+        shared = {key: value for key, value in (self.config.parameters or {}).items() if key == "template"}
         keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
         return keep if keep and keep.weight else None
 
@@ -177,7 +184,7 @@ class Recipe:
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
         self.require_sound()
-        return _table(self.method, shared_parameters(self.config))
+        return _table(self.method, self.config.parameters or {})
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings of that kind; an SltaError if the recipe is wrong, or for another method."""
@@ -288,7 +295,7 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
         SltaError: everything that is wrong; malformed sources are not compared.
     """
     without = [str(task) for task in recipe.tasks if not task.calibration]
-    said = [
+    problems = [
         f"The {'base model' if name == str(recipe.base) else 'expert'} {name} has no 'calibration': give it a file or "
         "dataset with a few prompts (parameters: {calibration: prompts.jsonl})."
         for name in without
@@ -298,17 +305,17 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
             f"Some models have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "
             "statistics file with the data, or to none, to use the file unchecked."
         )
-        said = [partly] if 0 < len(without) < len(recipe.tasks) else []
+        problems = [partly] if 0 < len(without) < len(recipe.tasks) else []
     seen: dict[Any, Task] = {}
     for expert in recipe.experts:
         with contextlib.suppress(SltaError):  # reading a malformed source says what is wrong with it
             other = seen.setdefault(source_key(expert.calibration), expert) if expert.calibration else expert
             if other is not expert:
-                said.append(
+                problems.append(
                     f"The experts {other} and {expert} have the same calibration source '{expert.calibration}': give "
                     f"each the data of its own task, {EQUAL_DATA}."
                 )
-    refuse(said)
+    refuse(problems)
 
 
 def data_of(recipe: Recipe) -> Recipe:
@@ -325,7 +332,7 @@ def data_of(recipe: Recipe) -> Recipe:
     if config.base_model is None:
         raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
     tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
-    shared = {name: value for name, value in shared_parameters(config).items() if name in names}
+    shared = {name: value for name, value in (config.parameters or {}).items() if name in names}
     models = [
         {"model": str(model), "parameters": {name: table[name] for name in SOURCES if name in table}}
         for model, table in tables.items()

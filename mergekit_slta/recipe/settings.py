@@ -12,6 +12,7 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
 
+from mergekit_slta.data.sources import READERS
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import Level
 
@@ -29,7 +30,7 @@ class CalibratedExpert(Parameters):
 
     calibration: str = Field(
         default="",
-        description="prompts of the expert's task: `.jsonl`, `.json`, `.csv`, `.parquet`, `.txt`, "
+        description=f"prompts of the expert's task: {', '.join(f'`{extension}`' for extension in READERS)}, "
         "or `hf:DATASET[?config=…&split=…]`",
     )
     template: str = Field(
@@ -62,14 +63,12 @@ class MethodSettings(Parameters):
         expert: the class of one expert's parameters.
         runs_models: whether it runs models on samples, for which it needs whole models and one value per parameter.
         runs_experts: whether the experts run on the samples' tokens, not only on the base model's hidden states.
-        folders: the parameters that name a folder to write to.
     """
 
     method: ClassVar[str]
     expert: ClassVar[type[Parameters]]
     runs_models: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = False
-    folders: ClassVar[tuple[str, ...]] = ()
 
 
 class CalibrationSettings(MethodSettings):
@@ -77,7 +76,6 @@ class CalibrationSettings(MethodSettings):
 
     runs_models: ClassVar[bool] = True
     expert: ClassVar[type[Parameters]] = CalibratedExpert
-    folders: ClassVar[tuple[str, ...]] = ("report",)
     samples: Annotated[int, Field(ge=1)] = Field(default=30, description="prompts per task")
     max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
     seed: int = Field(default=0, description="which prompts are drawn")

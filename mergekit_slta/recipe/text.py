@@ -1,4 +1,7 @@
-"""Everything that can be wrong with a recipe's text, one sentence for each fault; models are checked elsewhere."""
+"""A recipe's text: what mergekit's configuration says of each model, and all that can be wrong with it.
+
+Each fault is one sentence; models are checked elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,58 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ValidationError
 
 from mergekit_slta.errors import SltaError, one_line, suggestion
-from mergekit_slta.recipe.configuration import base_parameters, expert_references, model_inputs, parameter_tables
 from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
+
+
+# Models stand under ``models``, ``slices`` or ``modules``.
+
+
+def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | InputSliceDefinition]:
+    """Every mention of a model under ``models``, ``slices`` or ``modules``, in the recipe's order."""
+    of_modules = (entry for module in (config.modules or {}).values() for entry in module.models or [])
+    of_slices = (source for output in _output_slices(config) for source in output.sources)
+    return [*(config.models or []), *of_modules, *of_slices]
+
+
+def _output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
+    """The slices of a recipe and of its modules."""
+    modules = (config.modules or {}).values()
+    return [*(config.slices or []), *(output for module in modules for output in module.slices or [])]
+
+
+def expert_references(config: MergeConfiguration) -> list[ModelReference]:
+    """The models of a recipe except the base model, each once, in the recipe's order."""
+    named = dict.fromkeys(entry.model for entry in model_inputs(config))
+    return [model for model in named if model != config.base_model]
+
+
+def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
+    """Each expert's parameters: those of the whole merge, overridden by its own."""
+    given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
+    return {model: {**(config.parameters or {}), **given[model]} for model in expert_references(config)}
+
+
+def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
+    """The base model's own parameters, of which mergekit takes none; none if it is not listed, or without any."""
+    given = (entry.parameters for entry in model_inputs(config) if entry.model == config.base_model)
+    return dict(next(filter(None, given), {}))
+
+
+def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
+    """Every ``parameters:`` table: its place for error messages, what it holds, and the model that it is of, if any."""
+    yield "the recipe's parameters", config.parameters or {}, None
+    for name, module in (config.modules or {}).items():
+        yield f"the parameters of the module {name}", module.parameters or {}, None
+    for output in _output_slices(config):
+        yield "the parameters of a slice", output.parameters or {}, None
+    for entry in model_inputs(config):
+        yield f"the parameters of {entry.model}", entry.parameters or {}, entry.model
+
+
+# What can be wrong
 
 
 def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
@@ -35,10 +85,10 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     method = settings.method
     if not config.base_model:
         yield f"The recipe has no base_model: '{method}' needs the model that the experts were fine-tuned from."
-    if settings.runs_models:
-        yield from _structure(config, method)
+    if settings.runs_models and (config.slices or config.modules):
+        yield f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
     yield from _inputs(config)
-    for where, table, model in parameter_tables(config):
+    for where, table, model in _parameter_tables(config):
         is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
@@ -81,19 +131,6 @@ def misshapen(error: ValidationError) -> str:
     if rule == "Field required":
         return f"{where} is missing."
     return f"{where} {rule.replace('dictionary', 'table')}, not {first['input']!r}."
-
-
-def _structure(config: MergeConfiguration, method: str) -> Iterator[str]:
-    """A recipe that is not a merge of whole models, for a method that merges only these."""
-    slices = config.slices or []
-    if config.modules:
-        yield f"'{method}' does not take 'modules': list the experts under 'models'."
-    elif len(slices) > 1:
-        yield f"'{method}' merges whole models, not {len(slices)} slices: list the experts under 'models'."
-    elif slices and slices[0].base_model not in (None, config.base_model):
-        yield "The slice has its own base_model: move it to the top of the recipe."
-    elif slices and config.base_model and config.base_model not in [source.model for source in slices[0].sources]:
-        yield f"The slice lacks the base model {config.base_model}: list the experts under 'models'."
 
 
 def _inputs(config: MergeConfiguration) -> Iterator[str]:

@@ -13,8 +13,7 @@ from typing import Any, Unpack
 import click
 import torch
 
-from mergekit_slta.data.draw import CalibrationData
-from mergekit_slta.data.sources import source_name
+from mergekit_slta.data.sources import CalibrationData, source_name
 from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import share
@@ -138,7 +137,7 @@ def _named_file(experiment: Experiment, path: str | os.PathLike[str] | None = No
     source = os.fspath(path or "") or (settings.statistics if isinstance(settings, SltaSettings) else "")
     if not source:
         return "", None
-    file = resolve_statistics(source, experiment.transformers_cache)
+    file = resolve_statistics(source, experiment.options.transformers_cache)
     experiment.ranks.require_equal(file.is_file(), file.parent)
     return source, file
 

@@ -26,11 +26,12 @@ from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import WRITERS, trace
 from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
-from mergekit_slta.models.headers import listed, open_model
+from mergekit_slta.models.headers import open_model
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics_file import Info
 from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
 

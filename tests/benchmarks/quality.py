@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import family
 import quickstart
 
-from mergekit_slta.data.draw import CalibrationSource
+from mergekit_slta.data.sources import CalibrationSource
 
 SAMPLES = (3, 10, 30, 100)
 

@@ -28,19 +28,6 @@ def needed(family: Family, method: str, **parameters: Any) -> Needs:
     return needs(families.experiment(families.recipe(family, method, **parameters)))
 
 
-def test_the_memory_of_each_method(llama: Family) -> None:
-    sums = 8 * 5 * MLP**2
-    merging = 4 * (3 + 2) * EMBEDDING
-    layers = 4 * (3 + 2) * LAYER + 4 * (3 + 1) * LAYER
-    states = 4 * 3 * 30 * 512 * WIDTH
-    assert needed(llama, "slta").memory == LIBRARIES + layers + states
-    assert needed(llama, "featcal").memory == LIBRARIES + layers + 2 * states + sums
-    one = needed(llama, "slta", samples=1, max_tokens=1, experts=[0])
-    assert one.memory == LIBRARIES + (4 * 3 + 4 * 2) * LAYER + 4 * WIDTH
-    for method in ("actmat", "sftm"):
-        assert needed(llama, method, calibration=False).memory == LIBRARIES + merging + sums
-
-
 def test_the_memory_that_is_said_is_about_what_a_merge_takes(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, "slta", samples=2)
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)

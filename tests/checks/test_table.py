@@ -482,6 +482,11 @@ OTHERS: Rows = [
     (reporting, "'report: HERE/file' cannot be created"),
     (lambda c: reporting(c.use("featcal")), "'report: HERE/file' cannot be created"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
+    (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
+    (
+        lambda c: c.adapt(c.lora(), merged_too=False).run(out_path=c.folder / "adapter"),
+        "HERE/adapter is the folder of an adapter, which transformers",
+    ),
     (
         writing("a/b", size=100 * GB),
         "The disk with HERE/a/b has 50 GB free, too little for the merged model (about 100 GB): make room",

@@ -24,7 +24,6 @@ from support.examining import (
 )
 from support.families import Family
 
-from mergekit_slta.checks import tokenizers
 from mergekit_slta.featcal.solved import head_to_solve
 from mergekit_slta.host import patches
 
@@ -94,22 +93,6 @@ def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_mer
     for folder in family.folders:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": families.PAD}))
     assert not [note for note in look(families.recipe(family, "sftm")).notes if "ends its turns" in note]
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "ids"),
-    [
-        ({"eos_token_id": [2, 5]}, {"eos_token_id": 3}, [2, 5]),
-        ({"eos_token_id": None}, {"eos_token_id": 0}, [0]),
-        (None, {"text_config": {"eos_token_id": 1}}, [1]),
-        ({}, {}, []),
-    ],
-)
-def test_where_a_model_stops_by_its_files(generation: Any, config: Any, ids: list[int], tmp_path: Path) -> None:
-    for name, settings in (("generation_config.json", generation), ("config.json", config)):
-        if settings is not None:
-            (tmp_path / name).write_text(json.dumps(settings))
-    assert tokenizers.stop_ids(tmp_path) == ids
 
 
 # Vocabularies

@@ -23,7 +23,7 @@ from support.calibration_samples import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.sources import CalibrationData
 
 pytestmark = pytest.mark.usefixtures("dataset_cache")
 

@@ -22,7 +22,7 @@ from support import families
 from support.families import Family
 from support.merging import counted
 
-from mergekit_slta.data.draw import CalibrationData
+from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import solved

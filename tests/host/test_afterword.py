@@ -48,7 +48,7 @@ def test_slta_says_what_is_kept_and_evaluates_next(
     solution = Statistics.load(out / "mergekit-slta" / "statistics.safetensors").solve()
     shares = [f"{share:.1%}" for share in (*solution.kept.tolist(), solution.base_kept)]
     assert re.findall(r"-?\d+\.\d%", kept) == shares and "expert0 " in kept and "base model" in kept
-    assert following == f"Next: mergekit-slta evaluate {recipe} '{out}'"
+    assert following == f"Next: mergekit-slta evaluate '{out}/mergekit_config.yml' '{out}'"
     assert "expert expert0" in run_next(following)
     assert said_after(command, recipe, out, "--quiet") == []
 
@@ -89,17 +89,8 @@ def test_a_method_without_data_verifies_next_with_the_options_of_the_merge(llama
     recipe, cache = tmp_path / "recipe.yml", str(tmp_path / "cache")
     recipe.write_text(json.dumps(content))
     (following,) = said_after(run_yaml.main, recipe, tmp_path / "out", "--lora-merge-cache", cache)
-    assert following == f"Next: mergekit-slta verify {recipe} {tmp_path / 'out'} --lora-merge-cache {cache}"
-    run_next(following)
-
-
-def test_from_python_the_next_command_names_the_copy_of_the_recipe(
-    llama: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"write_model_card": True, "quiet": False}
-    families.merge(families.recipe(llama, "sftm", calibration=False), tmp_path / "out", **options)
-    following = capsys.readouterr().err.splitlines()[-1]
-    assert following.startswith(f"Next: mergekit-slta verify {tmp_path / 'out' / 'mergekit_config.yml'} ")
+    out = tmp_path / "out"
+    assert following == f"Next: mergekit-slta verify {out / 'mergekit_config.yml'} {out} --lora-merge-cache {cache}"
     run_next(following)
 
 

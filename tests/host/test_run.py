@@ -8,16 +8,18 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import mergekit.merge
+import numpy as np
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from conftest import MakeFamily, WriteRecipe
+from conftest import MakeFamily
+from mergekit import options as mergekit_options
 from mergekit.io.tasks import LoaderCache, SaveTensor
-from mergekit.scripts import multimerge, run_yaml
+from mergekit.scripts import multimerge
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
@@ -27,6 +29,7 @@ from support.merging import State
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.host import run
+from mergekit_slta.host.run import MergeOptions, merge
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.output.verify import verify
 from mergekit_slta.recipe.recipe import Recipe
@@ -168,28 +171,6 @@ def test_a_merge_into_the_same_folder_hides_the_weights_of_the_one_before(llama:
     assert {file.name for file in out.glob("*.old")} == {"model.safetensors.old", "model.safetensors.index.json.old"}
 
 
-def test_a_model_of_the_recipe_is_not_overwritten(family: Family, write_recipe: WriteRecipe) -> None:
-    file = family.experts[0] / "model.safetensors"
-    before = file.read_bytes()
-    recipe = write_recipe(family, "actmat", calibration=False)
-    result = CliRunner().invoke(run_yaml.main, [str(recipe), str(family.experts[0]), "--quiet"])
-    assert result.exit_code == 1 and "which the merge would overwrite" in result.output
-    assert file.read_bytes() == before
-
-
-@pytest.mark.parametrize("in_recipe", [True, False])
-def test_the_folder_of_an_adapter_is_not_overwritten(in_recipe: bool, llama: Family, tmp_path: Path) -> None:
-    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
-    content = families.recipe(llama, experts=[0, 1])
-    if in_recipe:
-        content["models"][0]["model"] = f"{llama.base}+{adapter}"
-    before = {file: file.read_bytes() for file in adapter.iterdir()}
-    recipe, cache = families.write_recipe(tmp_path / "r.yml", content), str(tmp_path / "cache")
-    result = CliRunner().invoke(run_yaml.main, [str(recipe), str(adapter), "--lora-merge-cache", cache])
-    assert result.exit_code == 1 and f"{adapter} is the folder of an adapter, which transformers" in result.output
-    assert {file: file.read_bytes() for file in adapter.iterdir()} == before
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_multi_gpu_without_a_gpu_is_refused_before_calibration(llama: Family, tmp_path: Path) -> None:
     with pytest.raises(SltaError, match="leave --device, --cuda and --multi-gpu out"):
@@ -262,3 +243,28 @@ def test_statistics_that_do_not_fit_leave_a_finished_output_finished(llama: Fami
     with pytest.raises(SltaError, match="samples 3"):
         families.merge(families.recipe(llama, samples=3, statistics=named), out)
     assert not (out / PARTIAL_OF_MERGE).exists()
+
+
+# From Python
+
+
+def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    content = families.recipe(llama, samples=3, level="layer")
+    data = dict(zip(llama.experts, llama.data, strict=True))
+    recipe = families.recipe_of(llama.base, data, samples=3, level="layer")
+    more: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
+    assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
+    theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert verify(recipe, tmp_path / "ours").problems == ()
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+def test_its_options_are_mergekits() -> None:
+    assert set(get_type_hints(MergeOptions)) == set(mergekit_options.MergeOptions.model_fields) - {
+        "num_threads",
+        "verbosity",
+    }
+    with pytest.raises(TypeError, match="no option devise"):
+        merge("recipe.yml", "out", devise="cuda")  # type: ignore[call-arg]

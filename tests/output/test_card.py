@@ -18,6 +18,7 @@ from mergekit_slta import __version__
 from mergekit_slta.host import patches
 from mergekit_slta.output import card as module
 from mergekit_slta.output.card import INSTALL
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.statistics import Statistics
 
 OPTIONS = {"write_model_card": True}
@@ -90,7 +91,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
         "org/base+org/adapter@v1": {"calibration": "a.jsonl"},
     }
     recipe = families.recipe_of("org/base", experts)
-    found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe.config, recipe.text))
+    found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe))
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
     assert "| [org/math](https://huggingface.co/org/math) | `hf:openai/gsm8k?config=main` |" in found.text
@@ -120,8 +121,8 @@ def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
         ],
         "parameters": {"statistics": "~/stats.safetensors"},
     }
-    recipe = yaml.safe_dump(content)
-    cleaned = yaml.safe_load(module.without_private_paths(recipe, recipe))
+    recipe = Recipe(content)
+    cleaned = yaml.safe_load(module.without_private_paths(recipe.text, recipe))
     assert cleaned == {
         "merge_method": "slta",
         "base_model": "my base",

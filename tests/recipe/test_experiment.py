@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import MakeFamily
+from mergekit.common import ModelReference
 from support import families
+from support.examining import MARKERS, chat_model, swap_ids, with_data
 from support.families import Family
+from transformers import AutoTokenizer
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.slta.lookup import measure, measured_statistics
+from mergekit_slta.recipe.recipe import Task
+from mergekit_slta.slta.lookup import measure
 
 
 def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
@@ -19,26 +25,77 @@ def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None
         Experiment(families.recipe_of(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])
 
 
-def test_a_slice_must_cover_all_layers(llama: Family) -> None:
-    content = families.recipe(llama)
-    models = [{"model": content["base_model"]}, *content.pop("models")]
-    content["slices"] = [{"sources": [entry | {"layer_range": [0, 2]} for entry in models]}]
-    with pytest.raises(SltaError, match="takes layers 0-2 of 3: only whole models can be calibrated"):
-        measured_statistics(families.experiment(content))
-
-
-def test_a_model_of_several_stacks_takes_no_slice(make_family: MakeFamily) -> None:
-    content = families.recipe(make_family("gemma3_vision"), "actmat", calibration=False)
-    models = [{"model": content["base_model"]}, *content.pop("models")]
-    content["slices"] = [{"sources": [{"model": own["model"], "layer_range": [0, 3]} for own in models]}]
-    experiment = families.experiment(content)
-    experiment.open()
-    with pytest.raises(SltaError, match="several stacks of layers.*under 'models'"):
-        experiment.adapt_loaders()
-
-
 def test_a_device_that_is_not_there_is_refused_also_where_everything_is_measured(llama: Family, tmp_path: Path) -> None:
     own = families.recipe_of(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
     measure(own, quiet=True)
     with pytest.raises(SltaError, match=r"^PyTorch cannot compute on the device 'gpu' \("):
         measure(own, device="gpu", quiet=True)
+
+
+# Which tokenizer writes the samples, and which chat template
+
+
+def experiment_of(base: Path) -> Experiment:
+    return Experiment(families.recipe_of(str(base), {"expert": "x.jsonl"}, samples=3))
+
+
+CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
+
+
+def test_an_adapters_own_chat_template_and_tokenizer_are_used(llama: Family, tmp_path: Path) -> None:
+    families.write_tokenizer(tmp_path, CHAT)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
+    expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
+    base = AutoTokenizer.from_pretrained(llama.base)
+    (row,) = experiment_of(llama.base).samples(expert).token_ids
+    assert row == tuple(base("abc.", add_special_tokens=False)["input_ids"])
+    swap_ids(tmp_path)
+    tokenizer = experiment_of(llama.base).tokenizer(expert.reference)
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == base("ba", add_special_tokens=False)["input_ids"]
+
+
+def rename(folder: Path) -> None:
+    """Put another token in the place of one."""
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"d":', '"D":'))
+
+
+@pytest.mark.parametrize(
+    ("changes", "moved", "whole"),
+    [
+        (lambda expert: {}, None, False),
+        (lambda expert: {"tokenizer": {"source": "base"}}, None, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, None, True),
+        (lambda expert: {"tokenizer_source": expert}, None, True),
+        (lambda expert: {"tokenizer_source": "union"}, None, True),
+        # Rows of the tokenizer are those of other tokens in the base model.
+        (lambda expert: {"tokenizer": {"source": expert}}, swap_ids, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, rename, False),
+    ],
+)
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
+    method: str,
+    changes: Any,
+    moved: Any,
+    whole: bool,
+    family: Family,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The markers of the expert's chats are tokens of its own, or in pieces, which is said once."""
+    if moved:
+        moved(family.experts[0])
+    ids = chat_model(family.experts[0])
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    recipe = with_data(family, tmp_path / "chats.jsonl", samples=3) | {"merge_method": method}
+    experiment = families.experiment(recipe | changes(str(family.experts[0])))
+    with caplog.at_level(logging.WARNING, "mergekit_slta"):
+        rows = experiment.load_data(experiment.recipe.tasks)[0].token_ids
+    letters = AutoTokenizer.from_pretrained(family.experts[0])
+    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
+    assert (rows == (tuple(letters(text, add_special_tokens=False)["input_ids"]),) * 3) == whole
+    assert {*ids}.isdisjoint(rows[0]) != whole
+    said = [message for message in caplog.messages if "into pieces" in message]
+    assert len(said) == (not whole) and all(marker in message for marker in MARKERS for message in said)

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mergekit.common import ModelReference
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.configuration import expert_parameters
-from mergekit_slta.recipe.recipe import Recipe, Task, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, require_calibration
 from mergekit_slta.recipe.settings import SETTINGS, SltaSettings
 
 
@@ -38,24 +36,6 @@ def said(check: Callable[[], object]) -> list[str]:
 
 def under_expert(**parameters: Any) -> dict[str, Any]:
     return content(models=[{"model": "org/math", "parameters": {"calibration": "math.jsonl", **parameters}}])
-
-
-def whole_slice(**changes: Any) -> dict[str, Any]:
-    """The recipe as one slice of three layers."""
-    recipe = content()
-    sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
-    return recipe | {"slices": [{"sources": sources} | changes]}
-
-
-@pytest.mark.parametrize("recipe", [content(), whole_slice()])
-def test_reads_what_the_recipe_names(recipe: dict[str, Any]) -> None:
-    assert problems(recipe) == []
-    found = Recipe(recipe | {"parameters": {"template": "{q}", "samples": "7"}})
-    assert found.base == ModelReference.parse("org/base")
-    assert found.experts == tuple(
-        Task(ModelReference.parse(f"org/{task}"), f"{task}.jsonl", "{q}") for task in ("math", "code")
-    )
-    assert found.settings == SltaSettings(samples=7)
 
 
 def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
@@ -98,12 +78,6 @@ def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
     for name, said in (("ties", "'ties': this command knows slta, fea"), ("feat_cal", "did you mean 'featcal'")):
         with pytest.raises(SltaError, match=said):
             Recipe(content(name)).settings  # noqa: B018
-
-
-def test_an_experts_own_parameter_comes_before_the_shared_one() -> None:
-    recipe = under_expert(template="{own}") | {"parameters": {"template": "{all}"}}
-    (parameters,) = expert_parameters(Recipe(recipe).config).values()
-    assert parameters == {"calibration": "math.jsonl", "template": "{own}"}
 
 
 def test_the_base_model_among_the_models_is_no_expert() -> None:
@@ -169,17 +143,12 @@ def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
 
 
 def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
-    slices = whole_slice()["slices"]
-    for recipe, sentence in [
-        (content(models=None, modules={"default": {"slices": slices}}), "'slta' does not take 'modules'"),
-        (content(models=None, slices=slices * 2), "'slta' merges whole models, not 2 slices"),
-        (whole_slice(base_model="org/other"), "The slice has its own base_model"),
-        (whole_slice(sources=slices[0]["sources"][1:]), "The slice lacks the base model org/base"),
-    ]:
-        (problem,) = problems(recipe)
-        assert problem.startswith(sentence)
-        with pytest.raises(SltaError, match=sentence):
-            Recipe(recipe).base  # noqa: B018
+    recipe = content()
+    sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
+    slices = [{"sources": sources}]
+    for parts in ({"slices": slices}, {"modules": {"default": {"slices": slices}}}):
+        (problem,) = problems(recipe | parts)
+        assert problem == "'slta' merges whole models: list them under 'models', not under 'slices' or 'modules'."
 
 
 def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
@@ -190,13 +159,6 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
     found = problems(content("sftm", models=None, modules=modules, parameters={"densty": 1}))
     assert [problem.split("'")[1] for problem in found] == ["densty", "lamda", "rnk", "weigt"]
     assert [problem.split("'")[-2] for problem in found] == ["density", "lambda", "rank", "weight"]
-
-
-def test_an_expert_without_calibration() -> None:
-    recipe = Recipe(content(models=[{"model": "org/math"}]))
-    (problem,) = said(lambda: require_calibration(recipe))
-    assert problem.startswith("The expert org/math has no 'calibration'")
-    require_calibration(recipe, statistics=True)
 
 
 def test_two_experts_with_the_same_source(tmp_path: Path) -> None:

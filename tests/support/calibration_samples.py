@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from mergekit_slta.data.draw import CalibrationData, CalibrationSource
+from mergekit_slta.data.sources import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
 
 BOS, EOS = 0, 1

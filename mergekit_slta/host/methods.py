@@ -1,14 +1,17 @@
-"""A merge method as mergekit knows it, and one merge by it.
+"""The merge methods as mergekit knows them, and one merge by each.
 
 mergekit knows one object per method for the whole process (`Method`). A merge's recipe and results are in a `Merge`,
-which the method takes its tensors from while that merge runs (`host/run.py`).
+which the method takes its tensors from while that merge runs (`host/run.py`): `SltaMerge` and `FeatcalMerge` run the
+models first, `ActmatMerge` and `SftmMerge` merge tensor by tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,16 +21,34 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
+from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.solved import SolvedModel, solve_model
+from mergekit_slta.files import STATISTICS_OF_MERGE
+from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import MethodSettings, parameter_specs
+from mergekit_slta.recipe.recipe import published_name
+from mergekit_slta.recipe.settings import (
+    ActmatSettings,
+    FeatcalSettings,
+    MethodSettings,
+    SftmSettings,
+    SltaSettings,
+    parameter_specs,
+)
+from mergekit_slta.sftm.superpose import merge_task_matrices, trim
+from mergekit_slta.slta.lookup import solved, statistics_of_merge
+from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.tables import as_percentage, short_names
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.statistics import Solution
+
+LOG = logging.getLogger(__name__)
 
 
 def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
@@ -131,6 +152,83 @@ class Method(GroupMergeMethod):
         return merged
 
 
+# Methods that run the models
+
+
+class SltaMerge(Merge):
+    """Merging weights in closed form, one for each submodule and expert."""
+
+    spec = method_spec(SltaSettings, "SLTA", "2504.10902")
+    _weights: TensorWeights | None = None
+
+    def prepare(self, out: Path, partial: Partial) -> None:
+        """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
+        experiment = self.opened
+        settings = experiment.recipe.settings_of(SltaSettings)
+        experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
+        statistics = statistics_of_merge(experiment, out / STATISTICS_OF_MERGE, partial)
+        self.solution, self._weights = solved(experiment, statistics)
+        for note in self.solution.notes():
+            LOG.warning("%s", note)
+        shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
+        kept = [f"{name} {as_percentage(share)}" for name, share in shares]
+        kept += [f"the base model on its prompts {as_percentage(self.solution.base_kept)}"] * self.solution.keeps_base
+        self.kept = f"Kept of each expert's change of the features: {', '.join(kept)}."
+        if settings.report and experiment.ranks.first:
+            from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
+
+            self.page = write_report(settings.report, "report.html", report_page(self.solution))
+        self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
+
+    def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
+        assert self.opened and self._weights is not None and group.base is not None and group.metadata.name
+        alpha = self._weights[group.metadata.name]
+        experts = [(entry.tensor, alpha[self._position[entry.id]]) for entry in group.non_base]
+        return weighted_sum(group.base.tensor, experts)
+
+
+class FeatcalMerge(Merge):
+    """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
+
+    spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
+    _solved: SolvedModel | None = None
+
+    def prepare(self, out: Path, partial: Partial) -> None:
+        """Solve the merged model's tensors into the folder of finished layers."""
+        experiment = self.opened
+        settings = experiment.recipe.settings_of(FeatcalSettings)
+        solved = solve_model(experiment, settings, partial)
+        errors, ridges = solved.measured()
+        models = [published_name(task.reference) for task in experiment.recipe.tasks]
+        names = [*short_names(models[: len(experiment.recipe.experts)]), "the base model"]
+        distances = [f"{name} {as_percentage(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
+        self.kept = (
+            "Distance of the merge's features from each model's own after the last layer, on its prompts (0% is the "
+            f"model itself, lower is better): {', '.join(distances)}."
+        )
+        if settings.report and experiment.ranks.first:
+            from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
+
+            self.page = write_report(settings.report, "featcal.html", drift_page(errors, ridges, models, settings))
+        self._solved = solved
+
+    def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
+        """Return the solved tensor; outside the layers, the base model's or the experts' average."""
+        experiment = self.opened
+        assert self._solved is not None and group.base is not None and group.metadata.name
+        base, name = group.base.tensor, group.metadata.name
+        tensor = self._solved.tensor(name)
+        if tensor is not None:
+            return tensor.to(base.device, base.dtype)
+        if not self._solved.is_language(name):
+            return base
+        equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
+        return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
+
+
+# Methods without data
+
+
 class DataFreeMerge(Merge):
     """A merge without data: tensor by tensor, each by its role in the base model's structure.
 
@@ -182,6 +280,68 @@ class DataFreeMerge(Merge):
         if role is None:
             return role_by_shape(name, tensor, group.metadata.vocabulary_axis)
         return turned(role) if layout and layout.turned(name) else role
+
+
+class ActmatMerge(DataFreeMerge):
+    """Every linear map by least squares, without data (``actmat/covariance.py``), in float32; the mean of all else.
+
+    ``weight`` says how much an expert counts against the others, in the regression and in the mean: weight 0 leaves the
+    expert out, and equal weights change nothing. It does not scale the task vectors: the regression would reproduce
+    the scaled expert. ``scale`` multiplies the merged change as a whole.
+    """
+
+    spec = method_spec(ActmatSettings, "ACTMat", "2604.01329")
+
+    def merge_tasks(
+        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        if group.metadata.vocabulary_axis is not None:  # too large to solve
+            role = Role.OTHER
+        weights = parameters["weight"].values_for(group.non_base)
+        return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["scale"]
+
+
+def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
+    """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
+
+    A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
+    Sums need one task vector at a time, so ``tasks`` may be a generator.
+    """
+    if role in (Role.LINEAR, Role.TRANSPOSED):
+        stacks = list(tasks)
+        if stacks[0].ndim > 2:
+            return torch.stack(
+                [superpose_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)]
+            )
+        return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
+    trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
+    if role is Role.CONVOLUTION:
+        kernels = list(trimmed)
+        return merge_task_matrices([kernel.flatten(1) for kernel in kernels], rank).view_as(kernels[0])
+    total = functools.reduce(torch.add, trimmed)
+    return total / len(density) if role is Role.NORM else total
+
+
+class SftmMerge(DataFreeMerge):
+    """Superpose Features from Task Matrices, Algorithm 2 of the paper (``sftm/superpose.py``).
+
+    Linear maps and convolutions keep the singular features of every expert's task matrix, biases, embeddings and the
+    output head take the sum of the task vectors, both times ``lambda``; norms take the mean, unscaled. Task matrices
+    are ``weight`` (expert − base) in float32 (float64 for float64 tensors), trimmed to the share ``density``.
+    """
+
+    spec = method_spec(SftmSettings, "SFTM", "2502.10698")
+
+    def merge_tasks(
+        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, float]:
+        weights = parameters["weight"].values_for(group.non_base)
+        weighted = (task.mul_(weight) for task, weight in zip(tasks, weights, strict=True))
+        merged = superpose_task(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
+        return merged, 1.0 if role is Role.NORM else parameters["lambda"]
+
+
+# Errors and files
 
 
 def task_vectors(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,0 +1,327 @@
+"""The four merge methods in mergekit: every tensor against merges written out in float64, and what they refuse."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from click.testing import CliRunner
+from conftest import MakeFamily
+from mergekit.merge_methods import merge_state_dicts
+from mergekit.scripts import merge_raw_pytorch
+from safetensors.torch import load_file
+from support import actmat_reference, families, featcal_reference, reference, sftm_reference
+from support.adapters import write_adapter
+from support.copies import edit_tensors, edited
+from support.families import Family
+from support.merging import State, merged_state, spoiled, worst_error
+from support.small_models import MODELS, as_stored, config_of, merge, role_by_hand
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.host.methods import Method, SftmMerge
+from mergekit_slta.host.run import METHODS
+from mergekit_slta.layers.trace import trace
+from mergekit_slta.models.layout import meta_model
+from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
+from mergekit_slta.slta.statistics import Statistics
+
+# slta
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "level"),
+    [
+        ("llama", torch.float32, "model"),
+        ("llama", torch.bfloat16, "attn_mlp"),
+        ("gemma2", torch.float32, "attn_mlp"),
+        ("falcon_new", torch.float32, "layer"),
+    ],
+    ids=str,
+)
+def test_every_tensor_is_the_base_plus_the_weighted_task_vectors(
+    architecture: str, dtype: torch.dtype, level: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    changes = {"tie_word_embeddings": False} if architecture == "falcon_new" else {}
+    family = make_family(families.config_of(architecture, **changes), dtype=dtype)
+    stats = tmp_path / "stats.safetensors"
+    out = families.merge(families.recipe(family, level=level, statistics=str(stats)), tmp_path / "out")
+    alpha = dict(Statistics.load(stats).solve(level).alpha)
+    expected = reference.merged(family.models(), alpha, level, reference.SPLITS[architecture])
+    assert worst_error(merged_state(out), expected) < 1e-6
+
+
+def test_an_slta_merge_with_settings_in_quotes_equals_the_naive_one(llama: Family, tmp_path: Path) -> None:
+    """YAML makes strings of quoted values."""
+    models, split = llama.models(), reference.SPLITS["llama"]
+    deltas = reference.deltas(models, llama.token_ids(), "layer", split)
+    out = families.merge(families.recipe(llama, level="layer", balance="false", ridge="0.3"), tmp_path / "out")
+    expected = reference.merged(models, reference.solve(deltas, balance=False, ridge=0.3), "layer", split)
+    assert worst_error(merged_state(out), expected) < 1e-6
+
+
+# featcal
+
+
+def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
+    """A recipe that the naive reference can follow, with a ridge that is given."""
+    return families.recipe(family, "featcal", **{"ridge": 0.1, **parameters})
+
+
+def anchor_of(family: Family, folder: Path, **more: Any) -> dict[str, torch.Tensor]:
+    """The merge by ``actmat``."""
+    return merged_state(families.merge(families.recipe(family, "actmat", calibration=False, **more), folder))
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "falcon_new", "mixtral", "bloom"])
+def test_every_tensor_is_the_solved_one_or_the_anchors(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """Under whatever names mergekit asks for them and a checkpoint stores them."""
+    family = make_family(architecture)
+    families.feature_merge(family, tmp_path / "solved")
+    expected = anchor_of(family, tmp_path / "anchor")
+    expected |= {name: tensor.double() for name, tensor in families.solved_tensors(tmp_path / "solved").items()}
+    found = merged_state(families.merge(feature_recipe(family), tmp_path / "out"))
+    assert set(found) == set(expected)
+    assert worst_error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("settings", [{"ridge": "0.05"}, {"samples": 3, "seed": 2}], ids=str)
+def test_a_feature_merge_equals_the_naive_one(settings: dict[str, Any], llama: Family, tmp_path: Path) -> None:
+    """Also with settings as strings, which YAML makes of quoted values."""
+    out = families.merge(feature_recipe(llama, **settings), tmp_path / "out")
+    values = {name: yaml.safe_load(str(value)) for name, value in settings.items()}
+    drawn = {name: values.pop(name) for name in ("samples", "seed") if name in values}
+    base, *experts = llama.models()
+    expected = featcal_reference.merge(
+        base, experts, llama.token_ids(**drawn), "llama", anchor_of(llama, tmp_path / "anchor"), **values
+    )
+    assert worst_error(merged_state(out), expected) < 1e-4
+
+
+def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path) -> None:
+    content = feature_recipe(llama, experts=[0, 1])
+    for index, entry in enumerate(content["models"]):
+        adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", "q_proj", "v_proj", seed=index)
+        entry["model"] = f"{llama.base}+{adapter}"
+    out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
+    found, base = merged_state(out), merged_state(llama.base)
+    decoder = trace(llama.config)
+    moved = {name for name in base if not torch.allclose(found[name], base[name], rtol=1e-6, atol=1e-8)}
+    assert {
+        f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(3) for name in ("q_proj", "v_proj")
+    } <= moved
+    assert not [name for name in moved if "norm" in name or "embed" in name]
+    assert moved <= {name for layer in range(3) for name in decoder.layer_tensors(layer).values()} | {"lm_head.weight"}
+
+
+# actmat and sftm
+
+
+@pytest.mark.parametrize("key", ["llama", "t5", "clip_vision", "gpt2"])
+def test_stock_mergekit_solves_every_tensor_by_actmat(key: str, tmp_path: Path) -> None:
+    merged, base, *experts = merge(key, "actmat", tmp_path, {}, {"weight": 1.5}, ridge=0.2, scale=0.9)
+    assert set(merged) == set(base)
+    for name, tensor in merged.items():
+        if tensor.is_floating_point():
+            role, inputs = role_by_hand(name), [base[name], *(expert[name] for expert in experts)]
+            wanted = as_stored(
+                name, inputs, partial(actmat_reference.merged_tensor, role, ridge=0.2, scale=0.9, weights=[1.0, 1.5])
+            )
+            torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("config", "transposed"),
+    [
+        (transformers.GptOssConfig(architectures=["GptOssForCausalLM"], num_hidden_layers=1), True),
+        (transformers.Llama4TextConfig(architectures=["Llama4ForCausalLM"], num_hidden_layers=1), True),
+        (transformers.Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_hidden_layers=1), False),
+    ],
+    ids=lambda value: getattr(value, "model_type", str(value)),
+)
+def test_knows_which_dimension_is_the_input(config: transformers.PretrainedConfig, transposed: bool) -> None:
+    """Only over the inputs do the rows of a task matrix have a covariance."""
+    roles = tensor_roles(meta_model(config))
+    maps = [role for name, role in roles.items() if re.search(r"experts\.(gate_up|down)_proj$", name)]
+    assert maps and set(maps) == {Role.TRANSPOSED if transposed else Role.LINEAR}
+
+
+@pytest.mark.parametrize("key", ["llama", "t5", "mixtral"])
+def test_stock_mergekit_merges_every_tensor_by_sftm(key: str, tmp_path: Path) -> None:
+    own: dict[str, Any] = {"weight": 1.5, "density": 0.5}
+    merged, base, *experts = merge(key, "sftm", tmp_path, {}, own, **{"lambda": 0.7})
+    assert set(merged) == set(base)
+    for name, tensor in merged.items():
+        if tensor.is_floating_point():
+            role, inputs = role_by_hand(name), [base[name], *(expert[name] for expert in experts)]
+            wanted = as_stored(
+                name,
+                inputs,
+                partial(sftm_reference.merged_tensor, role, weight=[1.0, 1.5], density=[0.2, 0.5], scale=0.7),
+            )
+            torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("key", MODELS)
+def test_roles_are_read_off_the_model(key: str) -> None:
+    model = meta_model(config_of(key))
+    roles = tensor_roles(model)
+    by_hand = {name: role_by_hand(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert {name: roles[name] for name in by_hand} == by_hand
+
+
+def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCaptureFixture) -> None:
+    """As in mergekit's own functions, and in mergekit-pytorch, which only has checkpoint files."""
+    torch.manual_seed(0)
+    shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "tokens": (1, 1, 4), "kernel": (4, 3, 2, 2)}
+    models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
+    with caplog.at_level(logging.WARNING):
+        merged = merge_state_dicts(models, Method(SftmMerge), parameters={"density": 0.3}, base=0)
+    assert len([line for line in caplog.messages if "goes by the shapes" in line]) == 1
+    for name, tensor in merged.items():
+        inputs = [model[name] for model in models]
+        wanted = sftm_reference.merged_tensor(
+            role_by_shape(name, tensor, None), inputs[0], inputs[1:], [1.0, 1.0], [0.3, 0.3], 0.6
+        )
+        torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-5)
+
+
+def test_integers_pass_through() -> None:
+    models = [{"weight": torch.randn(3, 3), "ids": torch.arange(4), "mask": torch.ones(2, dtype=torch.bool)}] * 2
+    merged = merge_state_dicts(models, METHODS["sftm"], base=0)
+    assert torch.equal(merged["ids"], torch.arange(4)) and merged["mask"].dtype == torch.bool
+
+
+# Experts in float16, bfloat16 and float32 over one base model
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def mixed(request: pytest.FixtureRequest, make_family: MakeFamily) -> Family:
+    family = make_family(experts=3)
+    for folder, dtype in zip(family.folders, (request.param, *DTYPES), strict=True):
+        edit_tensors(folder, partial(store, dtype))
+    return family
+
+
+def store(dtype: torch.dtype, tensors: State) -> None:
+    tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def expected(method: str, family: Family) -> State:
+    """The merge in float64 of the values that the checkpoints hold."""
+    models, split = family.models(), reference.SPLITS["llama"]
+    if method == "slta":
+        alpha = reference.solve(reference.deltas(models, family.token_ids(), "attn_mlp", split))
+        return reference.merged(models, alpha, "attn_mlp", split)
+    if method == "featcal":
+        return featcal_reference.merge(models[0], models[1:], family.token_ids(), "llama", expected("actmat", family))
+    base, *experts = (model.state_dict() for model in models)
+    found = {}
+    for name, tensor in base.items():
+        role, own = role_by_hand(name), [expert[name] for expert in experts]
+        if method == "actmat":
+            found[name] = actmat_reference.merged_tensor(role, tensor, own)
+        else:
+            found[name] = sftm_reference.merged_tensor(role, tensor, own, [1.0] * 3, [0.2] * 3, 0.6)
+    return found
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])
+def test_experts_of_mixed_types(method: str, mixed: Family, tmp_path: Path) -> None:
+    """The recipe names no data type, so mergekit hands each tensor on as it is stored."""
+    content = families.recipe(mixed, method, calibration=method in ("slta", "featcal"))
+    if method == "featcal":
+        content["parameters"] = {"ridge": 0.1}
+    del content["dtype"]
+    found = families.load_model(families.merge(content, tmp_path / "out")).state_dict()
+    wanted = expected(method, mixed)
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    (stored,) = {tensor.dtype for tensor in load_file(file).values()}
+    allowed = 1e-4 if stored == torch.float32 else 2**-8
+    assert set(found) == set(wanted)
+    assert max(float((found[name] - own).norm() / own.norm()) for name, own in wanted.items()) < allowed
+
+
+# What is refused, and what is never written
+
+
+@pytest.mark.parametrize(
+    ("method", "level", "spoilt", "tensor"),
+    [
+        ("slta", "attn_mlp", 0, "model.layers.2.mlp.down_proj.weight"),
+        ("slta", "attn_mlp", 2, "model.layers.0.input_layernorm.weight"),
+        ("slta", "model", 2, "lm_head.weight"),
+        ("featcal", None, 2, "model.embed_tokens.weight"),
+        ("featcal", None, 2, "lm_head.weight"),
+    ],
+)
+def test_what_is_not_finite_is_refused_before_any_output(
+    method: str, level: str | None, spoilt: int, tensor: str, llama: Family, tmp_path: Path
+) -> None:
+    """``spoilt`` is 0 for the base model, or an expert's number."""
+    settings: dict[str, Any] = {"level": level} if level else {}
+    content = families.recipe(llama, method, **settings)
+    entry, key = (content["models"][spoilt - 1], "model") if spoilt else (content, "base_model")
+    entry[key] = str(spoiled(llama.folders[spoilt], tmp_path / "spoiled", tensor))
+    with pytest.raises(SltaError, match=f"spoiled holds NaN or Inf in the tensor {tensor}"):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+def test_what_an_expert_holds_outside_the_layers_gets_into_no_output_at_other_levels(
+    llama: Family, tmp_path: Path
+) -> None:
+    content = families.recipe(llama, level="layer")
+    content["models"][1]["model"] = str(spoiled(llama.experts[1], tmp_path / "spoiled", "lm_head.weight"))
+    merged = merged_state(families.merge(content, tmp_path / "out"))
+    assert torch.equal(merged["lm_head.weight"], merged_state(llama.base)["lm_head.weight"])
+
+
+# What the base model's output head holds -> what is said of it; no calibration looks at it.
+TOO_LARGE = {
+    "infinite": (torch.inf, r"(?=.*lm_head\.weight)(?=.*base).* NaN or "),
+    "too large for float16": (1e5, "The merged tensor 'lm_head.weight' is not finite as float16.*out_dtype: bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+@pytest.mark.parametrize("method", ["slta", "featcal", "sftm"])
+def test_a_merged_tensor_that_is_not_finite_is_never_written(
+    method: str, case: str, llama: Family, tmp_path: Path
+) -> None:
+    value, words = TOO_LARGE[case]
+
+    def enlarge(tensors: State) -> None:
+        tensors["lm_head.weight"][-1, -1] = value
+
+    content = families.recipe(llama, method, calibration=method != "sftm", out_dtype="float16")
+    content["base_model"] = str(edited(llama.base, tmp_path / "base", enlarge))
+    for index, entry in enumerate(content["models"] if case != "infinite" else ()):  # featcal averages the experts'
+        entry["model"] = str(edited(llama.experts[index], tmp_path / f"expert{index}", enlarge))
+    with pytest.raises(SltaError, match=words):
+        families.merge(content, tmp_path / "out")
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama)
+    files = {str(folder): str(folder / "model.safetensors") for folder in llama.folders}
+    content["base_model"] = files[content["base_model"]]
+    for entry in content["models"]:
+        entry["model"] = files[entry["model"]]
+    path = families.write_recipe(tmp_path / "recipe.yml", content)
+    done = CliRunner().invoke(merge_raw_pytorch.main, [str(path), str(tmp_path / "out.safetensors")])
+    assert done.exit_code == 1
+    assert "mergekit-yaml" in done.output
+    assert "Traceback" not in done.output
+    assert not [path for path in (tmp_path / "out.safetensors").rglob("*") if path.is_file()]
