@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,17 @@ from support import families
 from support.adapters import write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
-from support.every_tensor import State, by_reference, layer_of, load, merged, stored, weighted, wrong_tensors
+from support.every_tensor import (
+    State,
+    by_reference,
+    fuse_experts,
+    load,
+    merged,
+    solved,
+    stored,
+    weighted,
+    wrong_tensors,
+)
 from support.examining import edit_config, look, only, problems
 from support.families import Family
 from support.slow import slow_but
@@ -35,9 +46,7 @@ from mergekit_slta.slta.statistics import Statistics
 METHODS = ("slta", "featcal", "actmat", "sftm")
 # Model type -> its class, where it is no entry of ``families.MULTIMODAL``.
 TYPES = {
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "jamba": "JambaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
@@ -62,18 +71,14 @@ def prediction_head(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def add(more: State, tensors: State, alone: bool = False) -> None:
-    if alone:
-        tensors.clear()
-    tensors.update(more)
-
-
 def add_prediction_head(family: Family) -> None:
-    generator = torch.Generator().manual_seed(1)
+    shapes, generator = prediction_head(family.config), torch.Generator().manual_seed(1)
+
+    def add(tensors: State) -> None:
+        tensors |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
     for folder in family.folders:
-        shapes = prediction_head(family.config)
-        head = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        edit_tensors(folder, functools.partial(add, head))
+        edit_tensors(folder, add)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     return make
 
 
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer in a stored tensor's name."""
+    found = re.search(r"^(?!mtp|model\.visual).*layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
 def expected(states: list[State], method: str, statistics: Path) -> Callable[[str], torch.Tensor]:
     """Each tensor of a merge that solves nothing, as it should be."""
     if method != "slta":
@@ -104,58 +115,38 @@ def expected(states: list[State], method: str, statistics: Path) -> Callable[[st
     return tensor
 
 
-def solved(found: Family, folder: Path, states: list[State], **settings: Any) -> Callable[[str], torch.Tensor]:
-    """Each tensor of a ``featcal`` merge, by the model's names: solved, the experts' mean, or the base model's."""
-    tensor = families.feature_merge(found, folder, **settings).tensor
-    half = torch.full((len(states) - 1,), 1 / (len(states) - 1))
-
-    def expected(name: str) -> torch.Tensor:
-        own = tensor(name)
-        return own if own is not None else states[0][name] if "visual" in name else weighted(states, half, name)
-
-    return expected
-
-
 @pytest.mark.parametrize("name", slow_but(QUICK, [*TYPES, *MORE]))
 @pytest.mark.parametrize("method", METHODS)
 def test_every_tensor_is_merged_as_the_base_model_stores_it(
     name: str, method: str, family: Callable[[str], Family], tmp_path: Path
 ) -> None:
     found, statistics = family(name), tmp_path / "statistics.safetensors"
-    settings = {"level": "layer", "statistics": str(statistics)} if method == "slta" else {}
-    solving = {"ridge": 0.1} if method == "featcal" else {}
-    out = merged(found, method, tmp_path / "out", **settings, **solving)
-    loaded, whole = [load(folder) for folder in (*found.folders, out)], [stored(own) for own in (*found.folders, out)]
-    assert whole[-1].keys() == whole[0].keys()
+    settings: dict[str, Any] = {"slta": {"level": "layer", "statistics": str(statistics)}, "featcal": {"ridge": 0.1}}
+    out = merged(found, method, tmp_path / "out", **settings.get(method, {}))
+    loaded = [load(folder) for folder in (*found.folders, out)]
     said = [{kind: sorted(names) for kind, names in info.items()} for _, info in loaded]
     assert said[-1] == said[0]
     *states, state = [own for own, _ in loaded]
+    *stores, store = [stored(folder) for folder in (*found.folders, out)]
+    assert store.keys() == stores[0].keys()
     if method == "featcal":
-        assert wrong_tensors(state, solved(found, tmp_path / "solved", states, **solving), states[0]) == []
-    *stores, store = whole
-    if name == "inkling2_text":  # which stores its layers under names that do not tell their numbers
-        stores, store = states, state
-    if method == "featcal":
+        assert wrong_tensors(state, solved(found, tmp_path / "solved", states), states[0]) == []
         head = {own: store[own] for own in prediction_head(found.config) if own in store}
         assert wrong_tensors(head, stores[0].__getitem__, head) == []
+    elif name == "inkling2_text":  # which stores its layers under names that do not tell their numbers
+        assert wrong_tensors(state, expected(states, method, statistics), states[0]) == []
     else:
         assert wrong_tensors(store, expected(stores, method, statistics), stores[0]) == []
 
 
-def fused(source: Path, folder: Path) -> Path:
-    """A copy whose tensors are the model's own: a mixture's experts are one tensor, as mergekit writes them."""
-    state = load(source)[0]
-    return edited(source, folder, functools.partial(add, state, alone=True))
-
-
-@pytest.mark.parametrize("method", ["slta", "actmat"])
-@pytest.mark.parametrize("fuse_base", [False, True])
+@pytest.mark.parametrize(("method", "fuse_base"), [("slta", False), ("actmat", True)])
 def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
     method: str, fuse_base: bool, tmp_path: Path
 ) -> None:
     found = families.make_family(tmp_path, "mixtral", experts=1, records=2)
-    one = fused(found.experts[0], tmp_path / "one")
-    base = fused(found.base, tmp_path / "base_fused")
+    base, one = (Path(shutil.copytree(folder, tmp_path / f"fused-{folder.name}")) for folder in found.folders)
+    for folder in (base, one):
+        fuse_experts(folder)
     alike = replace(found, base=base, experts=(one,)) if fuse_base else found
     mixed = replace(found, base=base) if fuse_base else replace(found, experts=(one,))
     more = {"level": "linear"} if method == "slta" else {}

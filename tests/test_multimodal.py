@@ -17,14 +17,15 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.adapters import write_adapter
-from support.architecture_table import CURRENT, LEVELS
-from support.families import MULTIMODAL, Family
-from support.gram_difference import gram_difference
+from support.every_tensor import fuse_experts
+from support.families import CURRENT, MULTIMODAL, Family
+from support.reference import gram_difference
 from support.rounding import gram_rounding
 from support.slow import slow_but
 from test_architectures import LONGEST, RECORDS, assert_tensors_equal
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.merged_adapters import merge_adapter
 from mergekit_slta.slta.statistics import Statistics
 
@@ -51,14 +52,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     return make
 
 
-def fuse_experts(folder: Path) -> None:
-    """Store a mixture's experts in one tensor, rather than one by one as transformers saves them."""
-    cls = families.model_class(AutoConfig.from_pretrained(folder))
-    state = cls.from_pretrained(folder, dtype=torch.float32).state_dict()
-    tensors = {name: tensor.clone() for name, tensor in state.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 def load(folder: Path) -> Any:
     """A merged model that loads without complaint, in float64."""
     cls = families.model_class(AutoConfig.from_pretrained(folder))
@@ -69,23 +62,16 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-def deltas(found: Family, name: str, level: str) -> dict[str, reference.Deltas]:
-    return reference.deltas(found.models(), found.token_ids(), level, reference.SPLITS[name])
-
-
-EVERY_MODEL = slow_but({"gemma4_vision", "qwen3_5_moe", "llama4_vision", "paligemma"}, MULTIMODAL)
-
-
 # What the language tower computes
 
 
-@pytest.mark.parametrize("name", EVERY_MODEL)
+@pytest.mark.parametrize("name", slow_but(("gemma4_vision", "qwen3_5_moe", "paligemma"), MULTIMODAL))
 def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Callable[[str], Family]) -> None:
     found, tasks = family(name), families.wide_tasks(2, samples=2)
-    measured = families.measure(found, *LEVELS, tasks=tasks)
+    measured, models = families.measure(found, *LEVELS, tasks=tasks), found.models()
     expected: dict[str, reference.Deltas] = {}
     for level in LEVELS:
-        expected |= reference.deltas(found.models(), tasks, level, reference.SPLITS[name])
+        expected |= reference.deltas(models, tasks, level, reference.SPLITS[name])
     assert measured.keys() == expected.keys()
     for submodule, own in expected.items():
         sharp = name == "gemma4_vision" and ".head." in submodule
@@ -96,28 +82,18 @@ def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family: Cal
 # The merged model
 
 
-@pytest.mark.parametrize("name", EVERY_MODEL)
+@pytest.mark.parametrize("name", slow_but(("gemma4_vision", "qwen3_5_moe", "llama4_vision", "qwen2_5_vl"), MULTIMODAL))
 def test_the_merged_model_is_the_one_made_by_hand(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
-    found, split = family(name), reference.SPLITS[name]
-    recipe = families.recipe(found, level="layer", samples=RECORDS)
-    merged = load(families.merge(recipe, tmp_path / "merged"))
-    alpha = reference.solve(deltas(found, name, "layer"))
+    """Its other towers are the base model's, at level model too."""
+    found, split, level = family(name), reference.SPLITS[name], "model" if name == "qwen2_5_vl" else "layer"
+    merged = load(families.merge(families.recipe(found, level=level, samples=RECORDS), tmp_path / "merged"))
     by_hand: Any = found.model(0)
-    expected = reference.merged(found.models(), alpha, "layer", split)
+    alpha = reference.solve(reference.deltas(found.models(), found.token_ids(), level, split))
+    expected = reference.merged(found.models(), alpha, level, split)
     assert_tensors_equal(merged.state_dict(), expected)
     by_hand.load_state_dict(expected)
     texts = [model.generate(PROMPT, max_new_tokens=8, do_sample=False) for model in (merged, by_hand)]
     assert torch.equal(*texts)
-
-
-def test_the_other_towers_stay_the_base_models_at_level_model_too(
-    family: Callable[[str], Family], tmp_path: Path
-) -> None:
-    found, split = family("qwen2_5_vl"), reference.SPLITS["qwen2_5_vl"]
-    recipe = families.recipe(found, level="model", samples=RECORDS)
-    alpha = reference.solve(deltas(found, "qwen2_5_vl", "model"))
-    expected = reference.merged(found.models(), alpha, "model", split)
-    assert_tensors_equal(load(families.merge(recipe, tmp_path / "merged")).state_dict(), expected)
 
 
 def adapted_maps(name: str) -> list[str]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from mergekit.io.tasks import LoaderCache
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import actmat_reference, families, sftm_reference
 from support.families import Family
 from transformers import AutoConfig
 
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.roles import Role
 
 State = dict[str, torch.Tensor]
@@ -45,12 +46,6 @@ def stored(folder: Path) -> State:
     return load_file(folder / "model.safetensors")
 
 
-def layer_of(name: str) -> int | None:
-    """The number of the decoder layer in a stored tensor's name."""
-    found = re.search(r"^(?!mtp|model\.visual).*layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
-
-
 def wrong_tensors(found: State, expected: Callable[[str], torch.Tensor], names: Iterable[str]) -> list[str]:
     """The tensors that differ from what they should be; by more than rounding to float32."""
     assert found.keys() == set(names)
@@ -79,11 +74,34 @@ def by_reference(states: list[State], method: str, name: str, role: Role | None 
     return sftm_reference.merged_tensor(role, base, experts, [1.0] * count, [0.2] * count, 0.6)
 
 
+def solved(family: Family, folder: Path, states: list[State]) -> Callable[[str], torch.Tensor]:
+    """What ``featcal`` with a ridge of 0.1 makes of a tensor, by the model's names: it is solved again in a folder.
+
+    What is not solved is the experts' mean, and outside the language model the base model's.
+    """
+    tensor = families.feature_merge(family, folder).tensor
+    language = trace(family.config).language_tensors
+    share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
+
+    def expected(name: str) -> torch.Tensor:
+        if (own := tensor(name)) is not None:
+            return own
+        return weighted(states, share, name) if name in language else states[0][name]
+
+    return expected
+
+
 def load(folder: Path) -> tuple[State, dict[str, Any]]:
     """A model's tensors as transformers loads them, and what it says of their names."""
     cls = families.model_class(AutoConfig.from_pretrained(folder))
     model, info = cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     return model.state_dict(), info
+
+
+def fuse_experts(folder: Path) -> None:
+    """Store a mixture's experts in one tensor, as mergekit writes them, rather than one by one as transformers does."""
+    tensors = {name: tensor.clone() for name, tensor in load(folder)[0].items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def merged(family: Family, method: str, out: Path, **parameters: Any) -> Path:
