@@ -385,7 +385,6 @@ def make_family(
     touch: Callable[[str], bool] = lambda name: True,
     records: int = 6,
     longest: int = 20,
-    seed: int = 0,
     chat_template: str | None = None,
 ) -> Family:
     """Write a family of random models.
@@ -399,11 +398,10 @@ def make_family(
         touch: which tensors the experts change, by the model's names.
         records: calibration records per expert.
         longest: the most characters of a record; the shortest has three.
-        seed: decides all of it.
         chat_template: the tokenizers'.
     """
     config = config_of(architecture) if isinstance(architecture, str) else architecture
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     base = random_model(config, generator)
     shared = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in _floats(base).items()}
     _save(base, dtype, folder / "base", chat_template)
@@ -416,9 +414,7 @@ def make_family(
             if touch(name):
                 tensor.add_(direction * (scale * tensor.norm() / direction.norm()) * (1 + 0.5 * index))
         _save(expert, dtype, folder / f"expert{index}", chat_template)
-    data = tuple(
-        write_records(folder / f"task{index}.jsonl", index, records, longest, seed) for index in range(experts)
-    )
+    data = tuple(write_records(folder / f"task{index}.jsonl", index, records, longest) for index in range(experts))
     folders = tuple(folder / f"expert{index}" for index in range(experts))
     return Family(folder / "base", folders, data, AutoConfig.from_pretrained(folder / "base"))
 
@@ -447,15 +443,14 @@ def write_records(path: Path, task: int, records: int = 6, longest: int = 20, se
     return path
 
 
-def wide_tasks(tasks: int, samples: int = 15, seed: int = 0) -> list[list[list[int]]]:
+def wide_tasks(tasks: int, samples: int = 15) -> list[list[list[int]]]:
     """Samples of random tokens of the whole vocabulary."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def sample(length: int) -> list[int]:
-        ids: list[int] = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
-        return ids
-
-    return [[sample(40 + 5 * (index % 5)) for index in range(samples)] for _ in range(tasks)]
+    generator = torch.Generator().manual_seed(0)
+    lengths = [40 + 5 * (index % 5) for index in range(samples)]
+    return [
+        [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+        for _ in range(tasks)
+    ]
 
 
 def write_tokenizer(folder: Path, chat_template: str | None = None) -> None:

@@ -293,10 +293,10 @@ class Call:
     kwargs: dict[str, Any]
     stacked: bool = False
 
-    def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """The output [S, D] of a layer, on the same hidden states or on others."""
+    def __call__(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The output [S, D] of a layer."""
         kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
-        output = layer(self.hidden if hidden is None else hidden, *self.args, **kwargs)
+        output = layer(self.hidden, *self.args, **kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         return hidden.movedim(0, 2)[0] if self.stacked else hidden[0]
 
