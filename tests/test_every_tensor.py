@@ -23,7 +23,9 @@ from support import families
 from support.adapters import write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
-from support.every_tensor import (
+from support.examining import edit_config, look, only, problems
+from support.families import Family
+from support.merging import (
     State,
     by_reference,
     fuse_experts,
@@ -34,8 +36,6 @@ from support.every_tensor import (
     weighted,
     wrong_tensors,
 )
-from support.examining import edit_config, look, only, problems
-from support.families import Family
 from support.slow import slow_but
 from transformers import PretrainedConfig, Qwen3VLMoeConfig
 

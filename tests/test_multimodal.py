@@ -17,8 +17,8 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.adapters import write_adapter
-from support.every_tensor import fuse_experts
 from support.families import CURRENT, MULTIMODAL, Family
+from support.merging import fuse_experts
 from support.reference import gram_difference
 from support.rounding import gram_rounding
 from support.slow import slow_but

@@ -34,8 +34,8 @@ from transformers.models.auto.modeling_auto import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support import families
-from support.every_tensor import State, by_reference, load, merged, solved, stored, wrong_tensors
 from support.families import Family
+from support.merging import State, by_reference, load, merged, solved, stored, wrong_tensors
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
