@@ -1,14 +1,10 @@
-"""Every architecture at every level against the naive reference, up to the merged model that transformers loads.
-
-The architectures are those of tests/support/architecture_table.py.
-"""
+"""Every architecture at every level against the naive reference, up to the merged model that transformers loads."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +13,16 @@ import torch
 from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families, reference
-from support.adapters import write_adapter
-from support.architecture_table import EVERY, LEVELS, UNMERGED
+from support.adapters import merged_by_hand, write_adapter
 from support.copies import edit_tensors
-from support.families import Family
-from support.gram_difference import gram_difference
+from support.families import EVERY, UNMERGED, Family
+from support.merging import State, load
+from support.reference import gram_difference
 from support.rounding import gram_rounding
-from transformers import AutoModelForCausalLM
+from support.slow import slow_but
 
-from mergekit_slta.levels import of_level
-from mergekit_slta.slta.solver import SubmoduleSolution, solve
+from mergekit_slta.levels import LEVELS, of_level
+from mergekit_slta.slta.solver import solve
 
 RECORDS = 2
 LONGEST = 12
@@ -39,16 +35,12 @@ TENSOR_TOLERANCE = 1e-6
 # Merged at every level; the others at their finest level alone, because tests/slta/test_weights.py says for all of them
 # which weight each tensor takes at each level.
 MERGED_AT_EVERY_LEVEL = ("llama", "gpt2", "gemma4", "mixtral")
-# Level model runs whole models, whatever their layers are.
-MEASURED = [(name, level) for name in EVERY for level in LEVELS if level != "model" or name in MERGED_AT_EVERY_LEVEL]
-MERGED = [(name, level) for name in EVERY for level in LEVELS if level == "linear" or name in MERGED_AT_EVERY_LEVEL]
-MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")  # those that transformers saves expert by expert
-
-State = dict[str, torch.Tensor]
+# Everything that moves a branch in them moves one in another architecture too.
+ALIKE = ("mistral", "qwen2", "gemma", "gemma3", "phi3", "cohere", "qwen3_moe")
 
 
 class Case:
-    """A tiny family, what calibration measures on it, and what the reference says; measured once for all levels.
+    """A tiny family, what calibration measures on it, and what the reference says.
 
     Args:
         family: the models and data.
@@ -56,32 +48,22 @@ class Case:
         levels: the levels that apply.
     """
 
-    def __init__(self, family: Family, split: reference.Split, levels: tuple[str, ...] = LEVELS) -> None:
+    def __init__(self, family: Family, split: reference.Split, levels: Sequence[str] = LEVELS) -> None:
         self.family = family
         self.split = split
-        self.levels = levels
         self.tasks = family.token_ids()
+        self.models: list[Any] = family.models()
+        self.grams = families.measure(family, *levels)
 
-    @cached_property
-    def grams(self) -> State:
-        return families.measure(self.family, *self.levels)
-
-    @cached_property
-    def models(self) -> list[Any]:
-        return self.family.models()
-
-    @functools.cache  # noqa: B019, because a module has few cases
+    @functools.cache  # noqa: B019, because a test has one case
     def deltas(self, level: str) -> dict[str, reference.Deltas]:
         """The reference's feature deltas of a level."""
         return reference.deltas(self.models, self.tasks, level, self.split)
 
-    def solutions(self, level: str) -> dict[str, SubmoduleSolution]:
+    def alpha(self, level: str) -> State:
         """Solved for from the measured Gram matrices."""
         task = torch.tensor([index for index, samples in enumerate(self.tasks) for _ in samples])
-        return {name: solve(self.grams[name], task) for name in of_level(self.grams, level)}
-
-    def alpha(self, level: str) -> State:
-        return {name: solution.alpha for name, solution in self.solutions(level).items()}
+        return {name: solve(self.grams[name], task).alpha for name in of_level(self.grams, level)}
 
     def merged(self, level: str) -> State:
         """The reference's merged tensors, from the reference's own merging weights."""
@@ -89,68 +71,47 @@ class Case:
         return reference.merged(self.models, alpha, level, self.split)
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """The case of an architecture, made once."""
-
-    @functools.cache
-    def make(name: str) -> Case:
-        folder = tmp_path_factory.mktemp(name)
-        family = families.make_family(folder, name, records=RECORDS, longest=LONGEST, scale=scale_of(name))
-        return Case(family, reference.SPLITS[name])
-
-    return make
-
-
-def scale_of(name: str) -> float:
-    """The size of an architecture's task vectors."""
-    return 0.2 if name in LARGE_TASKS else 0.1
-
-
-def assert_tensors_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
+def assert_tensors_equal(actual: State, expected: State) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].isfinite().all(), name
-        error = (found[name].double() - tensor.double()).abs().max()
+        assert actual[name].isfinite().all(), name
+        error = (actual[name].double() - tensor.double()).abs().max()
         assert error <= TENSOR_TOLERANCE * tensor.double().abs().max(), name
 
 
 def loaded(folder: Path) -> State:
-    """The tensors of a merged model that loads without complaint and gives finite logits."""
-    opened: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    model, info = opened
+    """The tensors of a merged model that loads without complaint."""
+    state, info = load(folder)
     assert not any(info.values()), info
-    with torch.no_grad():
-        assert torch.isfinite(model(torch.tensor([[families.BOS, 5, 6, 7]])).logits).all()
-    return dict(model.state_dict())
+    return state
 
 
 # The matrix
 
 
-@pytest.mark.parametrize(("name", "level"), MEASURED)
-def test_grams_and_merging_weights_equal_the_reference(name: str, level: str, case: Callable[[str], Case]) -> None:
-    found = case(name)
-    expected = found.deltas(level)
-    assert set(of_level(found.grams, level)) == set(expected)
-    alpha = found.alpha(level)
-    if level == "attn_mlp":  # each branch changes what the layer does
-        assert all(deltas.grams().any() for deltas in expected.values())
-    tolerance = gram_rounding(scale_of(name), SCAN)
-    for submodule, deltas in expected.items():
-        assert gram_difference(found.grams[submodule], deltas.grams()) < tolerance, submodule
-        error = (alpha[submodule] - reference.merging_weights(deltas)).abs().max()
-        assert error < ALPHA_TOLERANCE, submodule
-
-
-@pytest.mark.parametrize(("name", "level"), [case for case in MERGED if case[0] not in UNMERGED])
-def test_the_merged_model_is_the_references_and_loads(
-    name: str, level: str, case: Callable[[str], Case], tmp_path: Path
+@pytest.mark.parametrize("name", slow_but({*EVERY} - {*ALIKE}, EVERY))
+def test_grams_merging_weights_and_merged_models_are_the_references(
+    name: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    found = case(name)
-    recipe = families.recipe(found.family, level=level, samples=RECORDS)
-    merged = families.merge(recipe, tmp_path / "merged")
-    assert_tensors_equal(loaded(merged), found.merged(level))
+    scale = 0.2 if name in LARGE_TASKS else 0.1
+    # Level model runs whole models, whatever their layers are.
+    levels: Sequence[str] = LEVELS if name in MERGED_AT_EVERY_LEVEL else LEVELS[1:]
+    family = make_family(name, records=RECORDS, longest=LONGEST, scale=scale)
+    case = Case(family, reference.SPLITS[name], levels)
+    for level in levels:
+        expected, alpha = case.deltas(level), case.alpha(level)
+        assert alpha.keys() == expected.keys()
+        if level == "attn_mlp":  # each branch changes what the layer does
+            assert all(deltas.grams().any() for deltas in expected.values())
+        for submodule, deltas in expected.items():
+            assert gram_difference(case.grams[submodule], deltas.grams()) < gram_rounding(scale, SCAN), submodule
+            error = (alpha[submodule] - reference.merging_weights(deltas)).abs().max()
+            assert error < ALPHA_TOLERANCE, submodule
+    if name not in UNMERGED:
+        for level in levels if name in MERGED_AT_EVERY_LEVEL else ["linear"]:
+            recipe = families.recipe(family, level=level, samples=RECORDS)
+            merged = families.merge(recipe, tmp_path / level)
+            assert_tensors_equal(loaded(merged), case.merged(level))
 
 
 # Experts that leave submodules alone
@@ -165,27 +126,19 @@ def test_lora_experts_that_touch_attention_only(
     for index in range(2):
         adapter = write_adapter(family.base, tmp_path / f"adapter{index}", seed=index, alpha=8)
         recipe["models"][index]["model"] = f"{family.base}+{adapter}"
-        tensors, factors = (
-            load_file(path) for path in (family.base / "model.safetensors", adapter / "adapter_model.safetensors")
-        )
-        for name in tensors:
-            down, up = (
-                factors.get(f"base_model.model.{name.replace('.weight', f'.lora_{part}.weight')}") for part in "AB"
-            )
-            if down is not None and up is not None:
-                tensors[name] += 8 / 2 * up @ down
+        by_hand = merged_by_hand(load_file(family.base / "model.safetensors"), adapter)
+        tensors = {name: tensor.float() for name, tensor in by_hand.items()}
         save_file(tensors, family.experts[index] / "model.safetensors", metadata={"format": "pt"})
-    found = Case(family, reference.SPLITS["llama"])
+    case = Case(family, reference.SPLITS["llama"])
     with caplog.at_level(logging.WARNING, "mergekit_slta"):
         merged = families.merge(recipe, tmp_path / "merged", lora_merge_cache=str(tmp_path / "loras"))
-    assert_tensors_equal(loaded(merged), found.merged("attn_mlp"))
+    assert_tensors_equal(loaded(merged), case.merged("attn_mlp"))
     assert caplog.text.count("linearly dependent") == 1
     for level in ("head_mlp", "linear"):
-        for name in found.deltas(level):  # what no expert touches is exactly zero
-            gram, alpha = found.grams[name], found.alpha(level)[name]
+        for name, alpha in case.alpha(level).items():  # what no expert touches is exactly zero
             touched = name.endswith(".q_proj") or ".head." in name
-            assert gram[:, 2, 2].all()
-            assert bool(gram[:, :2].any()) == bool(alpha[:2].any()) == touched
+            assert case.grams[name][:, 2, 2].all()
+            assert bool(case.grams[name][:, :2].any()) == bool(alpha[:2].any()) == touched
 
 
 # Mixtures of experts
@@ -203,29 +156,27 @@ def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(
 
     for folder in family.folders:
         edit_tensors(folder, shut)
-    found = Case(family, reference.SPLITS["gpt_oss"], ("linear",))
-    unreached = {submodule for submodule in found.grams if ".experts.3." in submodule}
+    case = Case(family, reference.SPLITS["gpt_oss"], ("linear",))
+    unreached = {submodule for submodule in case.grams if ".experts.3." in submodule}
     assert unreached
-    assert unreached == {submodule for submodule, gram in found.grams.items() if not gram.any()}
+    assert unreached == {submodule for submodule, gram in case.grams.items() if not gram.any()}
     merged = families.merge(families.recipe(family, level="linear", samples=RECORDS), tmp_path / "merged")
-    expected = found.merged("linear")
+    expected = case.merged("linear")
     assert_tensors_equal(loaded(merged), expected)
-    base = found.models[0].state_dict()
+    base = case.models[0].state_dict()
     for key, tensor in expected.items():
         if key.endswith("experts.gate_up_proj"):
             assert not torch.equal(tensor[3], base[key][3])
 
 
 def test_a_map_that_is_never_called_takes_its_branchs_weights_and_the_log_says_so(
-    case: Callable[[str], Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Jamba's mixer uses the weights of ``dt_proj`` itself."""
-    found = case("jamba_dense")
+    family = make_family("jamba_dense", records=RECORDS, longest=LONGEST)
     with caplog.at_level(logging.WARNING, "mergekit_slta"):
-        merged = families.merge(families.recipe(found.family, level="linear", samples=RECORDS), tmp_path / "merged")
-    base, result = found.models[0].state_dict(), loaded(merged)
-    for name in ("weight", "bias"):
-        assert not torch.equal(
-            result[f"model.layers.0.mamba.dt_proj.{name}"], base[f"model.layers.0.mamba.dt_proj.{name}"]
-        )
+        merged = families.merge(families.recipe(family, level="linear", samples=RECORDS), tmp_path / "merged")
+    base, result = family.model(0).state_dict(), loaded(merged)
+    for name in ("model.layers.0.mamba.dt_proj.weight", "model.layers.0.mamba.dt_proj.bias"):
+        assert not torch.equal(result[name].double(), base[name])
     assert "In 2 of 21 submodules (layer.0.mamba.dt_proj ...) experts are linearly dependent or change" in caplog.text

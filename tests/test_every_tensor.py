@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,19 @@ from support import families
 from support.adapters import write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
-from support.every_tensor import State, by_reference, layer_of, load, merged, stored, weighted, wrong_tensors
 from support.examining import edit_config, look, only, problems
 from support.families import Family
+from support.merging import (
+    State,
+    by_reference,
+    fuse_experts,
+    load,
+    merged,
+    solved,
+    stored,
+    weighted,
+    wrong_tensors,
+)
 from support.slow import slow_but
 from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
@@ -35,9 +46,7 @@ from mergekit_slta.slta.statistics import Statistics
 METHODS = ("slta", "featcal", "actmat", "sftm")
 # Model type -> its class, where it is no entry of ``families.MULTIMODAL``.
 TYPES = {
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "jamba": "JambaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
@@ -62,22 +71,18 @@ def prediction_head(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def add(more: State, tensors: State, alone: bool = False) -> None:
-    if alone:
-        tensors.clear()
-    tensors.update(more)
-
-
 def add_prediction_head(family: Family) -> None:
-    generator = torch.Generator().manual_seed(1)
+    shapes, generator = prediction_head(family.config), torch.Generator().manual_seed(1)
+
+    def add(tensors: State) -> None:
+        tensors |= {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
     for folder in family.folders:
-        shapes = prediction_head(family.config)
-        head = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        edit_tensors(folder, functools.partial(add, head))
+        edit_tensors(folder, add)
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     """A family with prediction heads, made once: not to be changed."""
 
     @functools.cache
@@ -88,6 +93,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
         return made
 
     return make
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the decoder layer in a stored tensor's name."""
+    match = re.search(r"^(?!mtp|model\.visual).*layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 def expected(states: list[State], method: str, statistics: Path) -> Callable[[str], torch.Tensor]:
@@ -104,60 +115,40 @@ def expected(states: list[State], method: str, statistics: Path) -> Callable[[st
     return tensor
 
 
-def solved(found: Family, folder: Path, states: list[State], **settings: Any) -> Callable[[str], torch.Tensor]:
-    """Each tensor of a ``featcal`` merge, by the model's names: solved, the experts' mean, or the base model's."""
-    tensor = families.feature_merge(found, folder, **settings).tensor
-    half = torch.full((len(states) - 1,), 1 / (len(states) - 1))
-
-    def expected(name: str) -> torch.Tensor:
-        own = tensor(name)
-        return own if own is not None else states[0][name] if "visual" in name else weighted(states, half, name)
-
-    return expected
-
-
 @pytest.mark.parametrize("name", slow_but(QUICK, [*TYPES, *MORE]))
 @pytest.mark.parametrize("method", METHODS)
 def test_every_tensor_is_merged_as_the_base_model_stores_it(
-    name: str, method: str, family: Callable[[str], Family], tmp_path: Path
+    name: str, method: str, family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
-    found, statistics = family(name), tmp_path / "statistics.safetensors"
-    settings = {"level": "layer", "statistics": str(statistics)} if method == "slta" else {}
-    solving = {"ridge": 0.1} if method == "featcal" else {}
-    out = merged(found, method, tmp_path / "out", **settings, **solving)
-    loaded, whole = [load(folder) for folder in (*found.folders, out)], [stored(own) for own in (*found.folders, out)]
-    assert whole[-1].keys() == whole[0].keys()
+    family, statistics = family_of(name), tmp_path / "statistics.safetensors"
+    settings: dict[str, Any] = {"slta": {"level": "layer", "statistics": str(statistics)}, "featcal": {"ridge": 0.1}}
+    out = merged(family, method, tmp_path / "out", **settings.get(method, {}))
+    loaded = [load(folder) for folder in (*family.folders, out)]
     said = [{kind: sorted(names) for kind, names in info.items()} for _, info in loaded]
     assert said[-1] == said[0]
     *states, state = [own for own, _ in loaded]
+    *stores, store = [stored(folder) for folder in (*family.folders, out)]
+    assert store.keys() == stores[0].keys()
     if method == "featcal":
-        assert wrong_tensors(state, solved(found, tmp_path / "solved", states, **solving), states[0]) == []
-    *stores, store = whole
-    if name == "inkling2_text":  # which stores its layers under names that do not tell their numbers
-        stores, store = states, state
-    if method == "featcal":
-        head = {own: store[own] for own in prediction_head(found.config) if own in store}
+        assert wrong_tensors(state, solved(family, tmp_path / "solved", states), states[0]) == []
+        head = {own: store[own] for own in prediction_head(family.config) if own in store}
         assert wrong_tensors(head, stores[0].__getitem__, head) == []
+    elif name == "inkling2_text":  # which stores its layers under names that do not tell their numbers
+        assert wrong_tensors(state, expected(states, method, statistics), states[0]) == []
     else:
         assert wrong_tensors(store, expected(stores, method, statistics), stores[0]) == []
 
 
-def fused(source: Path, folder: Path) -> Path:
-    """A copy whose tensors are the model's own: a mixture's experts are one tensor, as mergekit writes them."""
-    state = load(source)[0]
-    return edited(source, folder, functools.partial(add, state, alone=True))
-
-
-@pytest.mark.parametrize("method", ["slta", "actmat"])
-@pytest.mark.parametrize("fuse_base", [False, True])
+@pytest.mark.parametrize(("method", "fuse_base"), [("slta", False), ("actmat", True)])
 def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
     method: str, fuse_base: bool, tmp_path: Path
 ) -> None:
-    found = families.make_family(tmp_path, "mixtral", experts=1, records=2)
-    one = fused(found.experts[0], tmp_path / "one")
-    base = fused(found.base, tmp_path / "base_fused")
-    alike = replace(found, base=base, experts=(one,)) if fuse_base else found
-    mixed = replace(found, base=base) if fuse_base else replace(found, experts=(one,))
+    family = families.make_family(tmp_path, "mixtral", experts=1, records=2)
+    base, one = (Path(shutil.copytree(folder, tmp_path / f"fused-{folder.name}")) for folder in family.folders)
+    for folder in (base, one):
+        fuse_experts(folder)
+    alike = replace(family, base=base, experts=(one,)) if fuse_base else family
+    mixed = replace(family, base=base) if fuse_base else replace(family, experts=(one,))
     more = {"level": "linear"} if method == "slta" else {}
     wanted = stored(merged(alike, method, tmp_path / "alike", **more))
     written = stored(merged(mixed, method, tmp_path / "mixed", **more))
@@ -168,26 +159,26 @@ def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
 def test_what_mergekits_own_definitions_do_not_fit_is_merged(name: str, tmp_path: Path) -> None:
     """They leave the biases of a Llama out, and ask a GPT-NeoX for buffers that checkpoints no longer hold."""
     changes = {"llama": {"attention_bias": True, "mlp_bias": True}}.get(name, {})
-    found = families.make_family(tmp_path, families.config_of(name, **changes), experts=1, records=2)
-    assert problems(families.recipe(found)) == []
-    written = stored(merged(found, "slta", tmp_path / "out", level="model"))
-    assert written.keys() == stored(found.base).keys()
+    family = families.make_family(tmp_path, families.config_of(name, **changes), experts=1, records=2)
+    assert problems(families.recipe(family)) == []
+    written = stored(merged(family, "slta", tmp_path / "out", level="model"))
+    assert written.keys() == stored(family.base).keys()
     assert not any(load(tmp_path / "out")[1].values())
 
 
 def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
-    family: Callable[[str], Family], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family_of: Callable[[str], Family], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, count in (("qwen3_5", 3), ("deepseek_v3", 5)):
-        found, file = family(name), tmp_path / f"{name}.safetensors"
-        merged(found, "slta", tmp_path / name, level="layer", statistics=str(file))
-        paths = {folder.name: str(folder) for folder in found.folders}
+        family, file = family_of(name), tmp_path / f"{name}.safetensors"
+        merged(family, "slta", tmp_path / name, level="layer", statistics=str(file))
+        paths = {folder.name: str(folder) for folder in family.folders}
         Statistics.load(file).solve("layer").save_recipe(tmp_path / "plain.yml", models=paths)
         LoaderCache.loaders.clear()
         content = yaml.safe_load((tmp_path / "plain.yml").read_text())
-        lost = stored(found.base).keys() - stored(families.merge(content, tmp_path / f"{name}-plain")).keys()
+        lost = stored(family.base).keys() - stored(families.merge(content, tmp_path / f"{name}-plain")).keys()
         lost -= {key for key in lost if ".experts." in key and layer_of(key) != families.LAYERS + 1}
-        assert len(prediction_head(found.config)) == count and prediction_head(found.config).keys() <= lost
+        assert len(prediction_head(family.config)) == count and prediction_head(family.config).keys() <= lost
         said = "mergekit alone leaves "
         assert said in caplog.text and said in " ".join((tmp_path / "plain.yml").read_text().split())
         caplog.clear()
@@ -207,24 +198,24 @@ def one_by_hand(folder: Path, edit: Callable[[State], object], config: Any = "ll
 def test_a_head_that_is_stored_beside_its_tied_embedding_is_written_too(tmp_path: Path) -> None:
     """Even if the two differ: transformers then runs them as two."""
     config, head = families.config_of("llama", tie_word_embeddings=True), "lm_head.weight"
-    found = one_by_hand(tmp_path, lambda own: own.update({head: own["model.embed_tokens.weight"] + 1}), config)
-    states = [stored(own) for own in found.folders]
-    written = stored(merged(found, "actmat", tmp_path / "out"))
+    family = one_by_hand(tmp_path, lambda own: own.update({head: own["model.embed_tokens.weight"] + 1}), config)
+    states = [stored(own) for own in family.folders]
+    written = stored(merged(family, "actmat", tmp_path / "out"))
     assert wrong_tensors(written, functools.partial(weighted, states, torch.ones(1)), states[0]) == []
 
 
 def test_a_name_that_is_nearly_the_models_stands_for_no_tensor_that_has_its_own(tmp_path: Path) -> None:
     near, name = "layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    found = one_by_hand(tmp_path, lambda own: own.update({near: torch.zeros_like(own[name])}))
-    written, expert = stored(merged(found, "actmat", tmp_path / "out")), stored(found.experts[0])
+    family = one_by_hand(tmp_path, lambda own: own.update({near: torch.zeros_like(own[name])}))
+    written, expert = stored(merged(family, "actmat", tmp_path / "out")), stored(family.experts[0])
     assert written.keys() == expert.keys() and not written[near].any()
     torch.testing.assert_close(written[name], expert[name], rtol=1e-4, atol=1e-5)
 
 
 def test_integers_stay_integers(tmp_path: Path) -> None:
     numbers = torch.arange(1000, 1010)
-    found = one_by_hand(tmp_path, lambda own: own.update({"table.ids": numbers}))
-    written = stored(merged(found, "actmat", tmp_path / "out", out_dtype="bfloat16"))
+    family = one_by_hand(tmp_path, lambda own: own.update({"table.ids": numbers}))
+    written = stored(merged(family, "actmat", tmp_path / "out", out_dtype="bfloat16"))
     assert torch.equal(written["table.ids"], numbers) and written["model.norm.weight"].dtype == torch.bfloat16
 
 
@@ -232,17 +223,17 @@ def test_integers_stay_integers(tmp_path: Path) -> None:
 def test_experts_that_are_stored_turned_are_merged_by_the_same_weights(method: str, tmp_path: Path) -> None:
     """transformers tells by the shapes alone how a Qwen3-VL mixture stores its experts."""
     settings = {"level": "linear"} if method == "slta" else {}
-    found, turned = (
+    family, turned = (
         families.make_family(tmp_path / name, qwen3_vl_moe(), experts=2, records=2, longest=10) for name in ("1", "2")
     )
     for folder in turned.folders:
         edit_tensors(folder, turn_experts)
-    wanted, written = (stored(merged(own, method, own.base.parent / "out", **settings)) for own in (found, turned))
+    wanted, written = (stored(merged(own, method, own.base.parent / "out", **settings)) for own in (family, turned))
     turn_experts(written)
-    assert wrong_tensors(written, wanted.__getitem__, stored(found.base)) == []
+    assert wrong_tensors(written, wanted.__getitem__, stored(family.base)) == []
     if method == "actmat":
         names = [name for name in wanted if ".experts." in name]
-        by_hand = functools.partial(by_reference, [stored(own) for own in found.folders], "actmat", role=Role.LINEAR)
+        by_hand = functools.partial(by_reference, [stored(own) for own in family.folders], "actmat", role=Role.LINEAR)
         assert names and wrong_tensors({name: wanted[name] for name in names}, by_hand, names) == []
 
 
@@ -259,10 +250,10 @@ def turn_experts(tensors: State) -> None:
         tensors[name] = tensors[name].mT.contiguous()
 
 
-def test_what_merging_an_adapter_loses_is_said(family: Callable[[str], Family], tmp_path: Path) -> None:
-    found = family("qwen3_5")
-    recipe = families.recipe(found, "actmat", calibration=False)
-    head, adapter = ", ".join(prediction_head(found.config)), write_adapter(found.base, tmp_path / "adapter")
+def test_what_merging_an_adapter_loses_is_said(family_of: Callable[[str], Family], tmp_path: Path) -> None:
+    family = family_of("qwen3_5")
+    recipe = families.recipe(family, "actmat", calibration=False)
+    head, adapter = ", ".join(prediction_head(family.config)), write_adapter(family.base, tmp_path / "adapter")
     recipe["models"][0]["model"] += f"+{adapter}"
     options = {"lora_merge_cache": str(tmp_path / "cache")}
     (note,) = look(recipe, options=options).notes
@@ -273,10 +264,10 @@ def test_what_merging_an_adapter_loses_is_said(family: Callable[[str], Family], 
 
 
 def test_slices_are_planned_by_mergekit_alone_and_the_check_says_what_that_leaves_out(
-    family: Callable[[str], Family],
+    family_of: Callable[[str], Family],
 ) -> None:
-    found = family("deepseek_v3")
-    names = [str(own) for own in found.folders]
+    family = family_of("deepseek_v3")
+    names = [str(own) for own in family.folders]
     slices = [{"sources": [{"model": name, "layer_range": [0, end]} for name in names]} for end in (2, 3)]
     recipe = {"merge_method": "actmat", "base_model": names[0], "slices": slices, "dtype": "float32"}
     (note,) = look(recipe).notes
@@ -287,20 +278,20 @@ def test_slices_are_planned_by_mergekit_alone_and_the_check_says_what_that_leave
 
 
 def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
-    family: Callable[[str], Family], tmp_path: Path
+    family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
-    found = family("qwen3_5")
+    family = family_of("qwen3_5")
     without = edited(
-        found.experts[1],
+        family.experts[1],
         tmp_path / "without",
         lambda own: [own.pop(key) for key in list(own) if key.startswith("mtp.")],
     )
-    trained = replace(found, experts=(found.experts[0], without))
+    trained = replace(family, experts=(family.experts[0], without))
     recipe = families.recipe(trained, "actmat", calibration=False)
     (note,) = look(recipe).notes
     assert note.startswith(f"mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight, mtp.norm.weight, which {without} lacks, ")
-    assert note.endswith(f"lacks, will be merged as if it had those of the base model {found.base}.")
-    written, states = stored(merged(trained, "actmat", tmp_path / "out")), [stored(own) for own in found.folders]
+    assert note.endswith(f"lacks, will be merged as if it had those of the base model {family.base}.")
+    written, states = stored(merged(trained, "actmat", tmp_path / "out")), [stored(own) for own in family.folders]
     name = "mtp.norm.weight"
     wanted = weighted([*states[:2], states[0]], torch.full((2,), 0.5), name)
     torch.testing.assert_close(written[name].double(), wanted, rtol=1e-5, atol=1e-6)
@@ -311,21 +302,21 @@ def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
 
 
 def test_an_expert_of_a_mixture_that_a_checkpoint_lacks_is_said(
-    family: Callable[[str], Family], tmp_path: Path
+    family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
-    found = family("deepseek_v3")
-    name = next(key for key in stored(found.base) if ".experts.3.down_proj" in key)
+    family = family_of("deepseek_v3")
+    name = next(key for key in stored(family.base) if ".experts.3.down_proj" in key)
     for index in (0, 1):
-        folders = list(found.folders)
+        folders = list(family.folders)
         folders[index] = edited(folders[index], tmp_path / f"broken{index}", lambda tensors: tensors.pop(name))
-        broken = replace(found, base=folders[0], experts=tuple(folders[1:]))
+        broken = replace(family, base=folders[0], experts=tuple(folders[1:]))
         said = problems(families.recipe(broken, "sftm", calibration=False))
         assert any(f"{folders[index]}: the checkpoint lacks " in own and "down_proj" in own for own in said), said
 
 
-def rows_of(found: Family) -> tuple[set[str], set[str]]:
+def rows_of(family: Family) -> tuple[set[str], set[str]]:
     """The tensors that mergekit merges, and those whose rows it takes for tokens."""
-    experiment = families.experiment(families.recipe(found, "actmat", calibration=False))
+    experiment = families.experiment(families.recipe(family, "actmat", calibration=False))
     assert experiment.architecture is not None
     weights = experiment.architecture.all_weights(experiment.base.config)
     return {own.name for own in weights}, {own.name for own in weights if own.vocabulary_axis == 0}
@@ -334,18 +325,18 @@ def rows_of(found: Family) -> tuple[set[str], set[str]]:
 ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
 
 
-def test_the_rows_of_a_prediction_heads_embeddings_are_tokens(family: Callable[[str], Family]) -> None:
+def test_the_rows_of_a_prediction_heads_embeddings_are_tokens(family_of: Callable[[str], Family]) -> None:
     extra = {f"model.layers.4.{name}.weight" for name in ("embed_tokens", "shared_head.head")}
-    assert rows_of(family("deepseek_v3"))[1] == ENDS | extra
+    assert rows_of(family_of("deepseek_v3"))[1] == ENDS | extra
 
 
 def test_rows_that_an_expert_lacks_cannot_follow_another_tokenizer(
-    family: Callable[[str], Family], tmp_path: Path
+    family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
-    found = family("deepseek_v3")
+    family = family_of("deepseek_v3")
     name = "model.layers.4.embed_tokens.weight"
-    without = edited(found.experts[1], tmp_path / "without", lambda own: own.pop(name))
-    trained = replace(found, experts=(found.experts[0], without))
+    without = edited(family.experts[1], tmp_path / "without", lambda own: own.pop(name))
+    trained = replace(family, experts=(family.experts[0], without))
     recipe = families.recipe(trained, "actmat", calibration=False)
     assert problems(recipe) == []
     said = only(recipe | {"tokenizer_source": "base"})
@@ -353,8 +344,8 @@ def test_rows_that_an_expert_lacks_cannot_follow_another_tokenizer(
 
 
 def test_a_model_that_transformers_cannot_build_has_its_rows_by_mergekits_definition(tmp_path: Path) -> None:
-    found = families.make_family(tmp_path, "llama", experts=1)
-    for own in found.folders:
+    family = families.make_family(tmp_path, "llama", experts=1)
+    for own in family.folders:
         edit_config(own, pad_token_id=1000)
-    assert open_model(ModelReference.model_validate(str(found.base))).built is None
-    assert rows_of(found) == (stored(found.base).keys(), ENDS)
+    assert open_model(ModelReference.model_validate(str(family.base))).built is None
+    assert rows_of(family) == (stored(family.base).keys(), ENDS)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,10 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families, reference
 from support.families import Family
-from support.gram_difference import gram_difference
 from support.linearity_values import assert_same
 from support.merging import worst_error
 from support.processes import run_python, torchrun
+from support.reference import gram_difference
 
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.nonlinearity.studies import Linearity, linearity
@@ -32,8 +33,17 @@ GRAMS = 1e-4  # of the float64 reference's
 TENSORS = 1e-4  # of a solved tensor's norm on the CPU
 
 
+@pytest.fixture
+def products_may_be_rounded() -> Iterator[None]:
+    before, torch.backends.cuda.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision, "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("products_may_be_rounded")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_grams_are_the_references(name: str, make_family: MakeFamily) -> None:
+    """Even where TF32 is allowed for products, as it is for convolutions by default."""
     family = make_family(name, experts=3, records=4)
     levels = [level for level in LEVELS if name != "lfm2" or level in ("layer", "linear")]
     grams = families.measure(family, *levels, device=GPU)
@@ -52,21 +62,6 @@ def test_a_feature_merge_is_the_cpus(name: str, ridge: float | None, make_family
     families.feature_merge(family, tmp_path / "device", device=GPU, ridge=ridge)
     found, expected = (families.solved_tensors(tmp_path / place) for place in ("device", "host"))
     assert worst_error(found, expected) < TENSORS
-
-
-@pytest.mark.parametrize("name", ["llama", "lfm2"])
-def test_products_and_convolutions_are_not_rounded(name: str, make_family: MakeFamily) -> None:
-    """Even where TF32 is allowed for products, as it is for convolutions by default."""
-    family = make_family(name, experts=2, records=3)
-    expected = families.measure(family, "layer")
-    LoaderCache.loaders.clear()
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        found = families.measure(family, "layer", device=GPU)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-    assert all(gram_difference(found[name], gram) < GRAMS for name, gram in expected.items())
 
 
 def test_linearity_is_the_cpus(llama: Family) -> None:

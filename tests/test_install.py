@@ -159,10 +159,8 @@ def installed(
 
 @pytest.fixture
 def broken(tmp_path: Path, installed: Environment) -> Environment:
-    """A copy of the environment with the wheel, in which importing the merge methods fails."""
-    environment = Environment(Path(shutil.copytree(installed.root, tmp_path / "environment", symlinks=True)))
-    (environment.site_packages / "mergekit_slta" / "host" / "run.py").write_text("raise OSError('damaged')\n")
-    return environment
+    """A copy of the environment with the wheel, for a test to damage."""
+    return Environment(Path(shutil.copytree(installed.root, tmp_path / "environment", symlinks=True)))
 
 
 @pytest.mark.parametrize(
@@ -216,13 +214,8 @@ main()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == merged
 
 
-@pytest.mark.parametrize("damage", ["__init__", "all of it"])
-def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment, damage: str) -> None:
-    package = broken.site_packages / "mergekit_slta"
-    if damage == "all of it":
-        shutil.rmtree(package)
-    else:
-        (package / f"{damage}.py").write_text("this is no Python\n")
+def test_a_broken_plugin_costs_nothing_outside_mergekit(broken: Environment) -> None:
+    shutil.rmtree(broken.site_packages / "mergekit_slta")
     result = broken.run("-c", "pass")
     assert result.stdout + result.stderr == ""
 
@@ -235,24 +228,17 @@ def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(
     result = broken.run("-c", "print('goes on')")
     assert result.stdout == "goes on\n"
     assert result.stderr.count("\n") == 1, result.stderr
-    line = result.stderr
-    assert (
-        line.startswith("mergekit does not know the merge methods of mergekit-slta") and "install mergekit-slta" in line
-    )
+    assert result.stderr.startswith("mergekit does not know the merge methods of mergekit-slta")
+    assert "install mergekit-slta" in result.stderr
     monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
     assert broken.run("-c", "pass").stderr == ""
 
 
-@pytest.mark.parametrize("program", [["-c", "import mergekit_slta"], ["-m", "mergekit_slta"]])
-def test_another_checkout_is_not_shadowed_by_the_installed_package(
-    program: list[str], installed: Environment, tmp_path: Path
-) -> None:
+def test_another_checkout_is_not_shadowed_by_the_installed_package(installed: Environment, tmp_path: Path) -> None:
     """The current folder gets onto the search path after the start-up files have run."""
-    package = tmp_path / "mergekit_slta"
-    package.mkdir()
-    (package / "__init__.py").write_text("print('this checkout')")
-    (package / "__main__.py").write_text("")
-    assert installed.run(*program, folder=tmp_path).stdout == "this checkout\n"
+    (tmp_path / "mergekit_slta").mkdir()
+    (tmp_path / "mergekit_slta" / "__init__.py").write_text("print('this checkout')")
+    assert installed.run("-c", "import mergekit_slta", folder=tmp_path).stdout == "this checkout\n"
 
 
 def test_everything_that_the_package_imports_is_declared() -> None:
@@ -278,13 +264,3 @@ def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[st
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mergekit_slta").rglob("*.py")}
     assert names == modules | {"_mergekit_slta_startup.py", "mergekit_slta.pth"} | DATA
-
-
-def test_the_quickstarts_folder_changes_no_order_of_imports(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    (tmp_path / "quickstart" / "family").mkdir(parents=True)
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests" / "test_quickstart.py", tmp_path / "tests")
-    ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select", "I", "."]
-    done = subprocess.run(ruff, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

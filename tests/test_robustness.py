@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
+import functools
 import json
 import os
 import random
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,10 +37,9 @@ from support.copies import pickled, sharded
 from support.families import Family
 from support.memory import memory_of_this_process
 from support.processes import run_afresh
+from support.slow import slow_but
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.data.records import record_text
-from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
 # Faults
@@ -61,7 +60,7 @@ class Ended(NamedTuple):
     changes: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Commands:
     """Runs commands in processes of their own.
 
@@ -69,33 +68,29 @@ class Commands:
         forks: what the processes are forked from.
         models: a folder with models, data and recipes for them with relative paths.
         folder: where results go.
-        clean: what a command leaves that nothing disturbs, and how often it changes the disk, once it has run.
     """
 
     forks: ForkServerContext
     models: Path
     folder: Path
-    clean: dict[str, tuple[dict[str, bytes], int]] = field(default_factory=dict)
 
     def run(self, name: str, folder: Path, kill_at: int = 0) -> Ended:
         """Run a command in a folder, and kill it right before it changes the disk there for the given time."""
         said, changes = self.folder / "said", self.folder / "changes"
         said.write_bytes(b"")
         changes.write_bytes(b"")
-        process = self.forks.Process(
-            target=run_command, args=(COMMANDS[name], folder, said, changes, kill_at), daemon=True
-        )
+        arguments = (COMMANDS[name], folder, said, changes, kill_at)
+        process = self.forks.Process(target=run_command, args=arguments, daemon=True)
         process.start()
         process.join(300)
         return Ended(process.exitcode or 0, said.read_text(), changes.stat().st_size)
 
+    @functools.cache  # noqa: B019, because a module has one
     def undisturbed(self, name: str) -> tuple[dict[str, bytes], int]:
-        """What ``clean`` has, of a command that has run or runs now."""
-        if name not in self.clean:
-            ended = self.run(name, self.fresh(self.folder / "run"))
-            assert ended.code == 0, ended.said
-            self.clean[name] = results(self.folder / "run"), ended.changes
-        return self.clean[name]
+        """What a command leaves that nothing disturbs, and how often it changes the disk."""
+        ended = self.run(name, self.fresh(self.folder / "run"))
+        assert ended.code == 0, ended.said
+        return results(self.folder / "run"), ended.changes
 
     def fresh(self, folder: Path) -> Path:
         """A folder with links to the models, whose files are the same each time, and copies of all else."""
@@ -142,10 +137,8 @@ def commands(forks: ForkServerContext, tmp_path_factory: pytest.TempPathFactory)
         entry |= {"model": f"./expert{index}", "parameters": {"calibration": f"task{index}.jsonl"}}
     families.write_recipe(models / "recipe.yml", content)
     families.write_recipe(models / "featcal.yml", content | {"merge_method": "featcal"})
-    plain = [{"model": entry["model"]} for entry in content["models"]]
-    families.write_recipe(
-        models / "actmat.yml", content | {"merge_method": "actmat", "parameters": {}, "models": plain}
-    )
+    plain = {"parameters": {}, "models": [{"model": entry["model"]} for entry in content["models"]]}
+    families.write_recipe(models / "actmat.yml", content | {"merge_method": "actmat"} | plain)
     return Commands(forks, models, tmp_path_factory.mktemp("commands"))
 
 
@@ -162,7 +155,7 @@ def check_next_run(commands: Commands, name: str, folder: Path, expected: dict[s
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["half-way", "anywhere"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", slow_but(("calibrate", "slta", "featcal"), COMMANDS))
 def test_killed_before_a_change(name: str, every: bool, commands: Commands) -> None:
     expected, changes = commands.undisturbed(name)
     for number in range(1, changes + 1) if every else [changes // 2]:
@@ -285,7 +278,7 @@ FILES = (
     *("task0.jsonl", "stats.safetensors"),
 )
 MEMORY = 4 * 10**9  # bytes of address space that a command may take above what this process had before
-SEEDS = [pytest.param(range(3), id="few"), pytest.param(range(3, 300), id="many", marks=pytest.mark.slow)]
+SEEDS = [pytest.param(range(2), id="few"), pytest.param(range(2, 300), id="many", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -353,28 +346,15 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
 )
 PARAMETERS = [(method, spec) for method, kind in SETTINGS.items() for spec in parameter_specs(kind)]
-TEMPLATES = st.lists(st.sampled_from(["{", "}", "[", "]", ".", ":", "!", "a", "0"]) | st.text(max_size=3)).map("".join)
-TURNS = st.dictionaries(st.sampled_from(["role", "from", "content", "value", "tool_calls"]), VALUES)
-ROLES = st.sampled_from(["human", "gpt", "function_call"])
-RECORDS = st.one_of(
-    st.dictionaries(st.sampled_from(["a", "a0", "text"]) | st.text(), VALUES, max_size=3),
-    st.builds(lambda turn: {"messages": [turn]}, TURNS),
-    st.builds(
-        lambda role, turn, tools: {"prompt": [{"role": role} | turn], "completion": "a", "tools": tools},
-        *(ROLES, TURNS, VALUES),
-    ),
-)
 
-any_value = settings(
+
+@settings(
     max_examples=int(os.environ.get("PROPERTY_EXAMPLES", "60")),
     derandomize=True,
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-
-
-@any_value
 @given(place=st.sampled_from(PARAMETERS), value=VALUES)
 def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any, scene: Path, tmp_path: Path) -> None:
     method, spec = place
@@ -387,15 +367,6 @@ def test_any_value_of_a_parameter(place: tuple[str, ParameterSpec], value: Any, 
     content["parameters"] = own if spec.scope is ParameterScope.SHARED else {}
     said = refusal("check", families.write_recipe(tmp_path / "recipe.yml", content))
     assert not said or spec.name in said or "recipe.yml" in said, said
-
-
-@any_value
-@given(template=st.just("") | TEMPLATES, record=RECORDS)
-def test_any_template_and_any_record(template: str, record: dict[str, Any]) -> None:
-    with contextlib.suppress(SltaError):
-        render: Any = lambda turns, tools=None: str(turns)  # noqa: E731
-        text, _, answer, _ = record_text(record, template, where="Record 1 of 'data.jsonl'", render_chat=render)
-        assert answer is None or 0 <= answer[0] < answer[1] <= len(text)
 
 
 # Neighbours
@@ -429,12 +400,12 @@ def test_mergekits_other_methods_write_the_same_bytes(llama: Family, forks: Fork
         if method == "linear":
             del content["base_model"]
         families.write_recipe(tmp_path / f"{method}.yml", content)
-    digests: dict[str, dict[str, str]] = {}
+    written = {}
     for which in ("with", "without"):
         run_afresh(forks, MERGE_ALL, which, tmp_path, tmp_path / which)
-        files = [path for path in (tmp_path / which).rglob("*") if path.is_file() and path.name != "README.md"]
-        digests[which] = {
-            str(path.relative_to(tmp_path / which)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-        }
-    assert digests["with"] == digests["without"]
-    assert sum(name.endswith("model.safetensors") for name in digests["with"]) == len(METHODS)
+        written[which] = results(tmp_path / which)
+        for method in METHODS:
+            del written[which][f"{method}/README.md"]
+    assert written["with"].keys() == written["without"].keys()
+    assert [file for file, content in written["with"].items() if content != written["without"][file]] == []
+    assert sum(file.endswith("model.safetensors") for file in written["with"]) == len(METHODS)

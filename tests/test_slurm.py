@@ -16,11 +16,10 @@ SCRIPT = Path(__file__).parents[1] / "examples" / "slurm" / "merge.sbatch"
 @pytest.fixture
 def programs(tmp_path: Path) -> dict[str, str]:
     """An environment where the script's programs write their names and arguments to ``calls``."""
-    says = 'echo "$(basename "$0") $*" >> calls'
-    for name, more in {"mergekit-slta": "", "scontrol": "", "torchrun": '[ -z "$LONG" ] || exec sleep 60'}.items():
+    (tmp_path / "bin").mkdir()
+    for name, more in {"mergekit-slta": "", "scontrol": "", "torchrun": "exec sleep 60"}.items():
         file = tmp_path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"#!/bin/bash\n{says}\n{more}\n")
+        file.write_text(f'#!/bin/bash\necho "$(basename "$0") $*" >> calls\n{more}\n')
         file.chmod(0o755)
     return {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
 
@@ -34,7 +33,7 @@ MERGE = "torchrun --standalone --nproc-per-node 4 -m mergekit_slta merge r.yml o
 
 def test_a_job_whose_time_is_up_is_requeued(tmp_path: Path, programs: dict[str, str]) -> None:
     command = ["bash", str(SCRIPT), "r.yml", "out", "--trust-remote-code"]
-    job = subprocess.Popen(command, cwd=tmp_path, env=programs | {"LONG": "1"}, stderr=subprocess.PIPE)
+    job = subprocess.Popen(command, cwd=tmp_path, env=programs, stderr=subprocess.PIPE)
     while MERGE not in calls(tmp_path):
         assert job.poll() is None
         time.sleep(0.02)

@@ -1,7 +1,6 @@
 """The finder that waits for mergekit, tried on small host modules; tests/test_install.py tries it on mergekit."""
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
@@ -16,32 +15,28 @@ import _mergekit_slta_startup as startup
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The one host is a module named `small_host`; every call of its hook is added to this list."""
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """The hooks that were called, of two hosts that lie in the test's folder.
+
+    The second one imports the first as mergekit.merge imports mergekit.merge_methods.
+    """
+    (tmp_path / "small_host.py").write_text("runs = globals().get('runs', 0) + 1\n")
+    (tmp_path / "other_host.py").write_text("import small_host\n")
     calls: list[str] = []
 
     def call(hook: str) -> bool:
         calls.append(hook)
-        return True
+        return "fails" not in hook
 
-    monkeypatch.setattr(startup, "HOOKS", {"small_host": "hook"})
+    monkeypatch.setattr(startup, "HOOKS", {"small_host": "hook", "other_host": "other hook"})
     monkeypatch.setattr(startup, "call", call)
     monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not is_ours(finder)])
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    importlib.invalidate_caches()
     yield calls
     for name in ("small_host", "other_host"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
-
-
-@pytest.fixture
-def host(calls: list[str], tmp_path: Path) -> Path:
-    """The host's source file, on the module search path."""
-    file = tmp_path / "small_host.py"
-    file.write_text("runs = globals().get('runs', 0) + 1\n")
-    sys.path.insert(0, str(tmp_path))
-    importlib.invalidate_caches()
-    return file
 
 
 def is_ours(finder: object) -> bool:
@@ -52,7 +47,8 @@ def waiting() -> int:
     return sum(map(is_ours, sys.meta_path))
 
 
-def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
+def test_a_failed_import_may_be_repeated(calls: list[str], tmp_path: Path) -> None:
+    host = tmp_path / "small_host.py"
     source = host.read_text()
     host.write_text("raise OSError('out of memory, say')  # and so on\n")
     startup.install()
@@ -64,33 +60,21 @@ def test_a_failed_import_may_be_repeated(host: Path, calls: list[str]) -> None:
     assert calls == ["hook"]
 
 
-@pytest.fixture
-def other_host(monkeypatch: pytest.MonkeyPatch, host: Path) -> None:
-    """A second host, which imports the first one as mergekit.merge imports mergekit.merge_methods."""
-    host.with_name("other_host.py").write_text("import small_host\n")
-    monkeypatch.setattr(startup, "HOOKS", {"small_host": "hook", "other_host": "other hook"})
-
-
-@pytest.mark.usefixtures("other_host")
 @pytest.mark.parametrize("before_install", [[], ["small_host"], ["other_host"]])
-@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize(("first", "called"), [("hook", ["hook", "other hook"]), ("fails", ["fails"])])
 def test_each_host_has_its_hook_and_a_failed_one_is_the_last(
-    monkeypatch: pytest.MonkeyPatch, calls: list[str], works: bool, before_install: list[str]
+    monkeypatch: pytest.MonkeyPatch, calls: list[str], first: str, called: list[str], before_install: list[str]
 ) -> None:
-    def call(hook: str) -> bool:
-        calls.append(hook)
-        return works
-
-    monkeypatch.setattr(startup, "call", call)
+    monkeypatch.setitem(startup.HOOKS, "small_host", first)
     for name in before_install:
         importlib.import_module(name)
     startup.install()
     importlib.import_module("other_host")
-    assert calls == (["hook", "other hook"] if works else ["hook"])
+    assert calls == called
     assert waiting() == 0
 
 
-def test_another_finder_that_asks_all_finders(host: Path, calls: list[str]) -> None:
+def test_another_finder_that_asks_all_finders(calls: list[str]) -> None:
     class Asking:
         def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
             others = (finder for finder in sys.meta_path if finder is not self)
@@ -98,8 +82,8 @@ def test_another_finder_that_asks_all_finders(host: Path, calls: list[str]) -> N
 
     sys.meta_path.insert(0, Asking())
     startup.install()
-    importlib.import_module("small_host")
-    assert calls == ["hook"]
+    importlib.import_module("other_host")
+    assert calls == ["hook", "other hook"]
     assert waiting() == 0
 
 

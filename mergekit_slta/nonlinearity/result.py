@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 METRIC, SCORE = "non_linearity", "Non-linearity score"
-LINEAR_MAPS = "linear map"
 
 
 @dataclass(frozen=True)
@@ -87,17 +86,11 @@ class Linearity(Paragraphs):
 
     def pooled(self, metric: str, names: Sequence[str]) -> dict[str, Value]:
         """A metric of experts or merges over all submodules of each group."""
-        return {
-            group: pool_values(
-                [
-                    value
-                    for who in names
-                    for name, value in self.metrics[metric][level][who].items()
-                    if _group_of(level, name) == group
-                ]
-            )
-            for group, level in self.groups().items()
-        }
+        pooled = {}
+        for group, level in self.groups().items():
+            entries = [entry for who in names for entry in self.metrics[metric][level][who].items()]
+            pooled[group] = pool_values([value for name, value in entries if _group_of(level, name) == group])
+        return pooled
 
     def table(self, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
         """Mean and standard deviation of metrics, each with words for its rows, by groups and by experts or merges."""
@@ -151,4 +144,4 @@ class Linearity(Paragraphs):
 
 
 def _group_of(level: str, name: str) -> str:
-    return LINEAR_MAPS if level == "linear" else kind_name(place_of(name).kind)
+    return "linear map" if level == "linear" else kind_name(place_of(name).kind)

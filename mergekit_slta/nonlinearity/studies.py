@@ -130,12 +130,10 @@ def merge_study(group: Sequence[int], experts: int) -> Study:
 
 def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> list[Study]:
     """The studies of all experts and, if wanted, of all their pairs and triples."""
-    sizes = [size for size, wanted in ((2, pairs), (3, triples)) if wanted]
-    groups = [group for size in sizes for group in combinations(range(experts), size)]
-    return [
-        *(path_study(expert, experts) for expert in range(experts)),
-        *(merge_study(group, experts) for group in groups),
-    ]
+    studies = [path_study(expert, experts) for expert in range(experts)]
+    for size in [2] * pairs + [3] * triples:
+        studies += [merge_study(group, experts) for group in combinations(range(experts), size)]
+    return studies
 
 
 def distance_metric(step: int) -> str:

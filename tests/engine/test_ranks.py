@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
-from support.gram_difference import largest_difference
 from support.processes import TIMEOUT, command_together, torchrun
+from support.reference import largest_difference
 
 from mergekit_slta.checks import examine
 from mergekit_slta.engine.loop import pass_layers

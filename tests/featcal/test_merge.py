@@ -15,9 +15,8 @@ import pytest
 import torch
 from conftest import MakeFamily
 from support import depths, families, featcal_reference
-from support.architecture_table import CURRENT
 from support.copies import edit_tensors
-from support.families import ARCHITECTURES, LAYERS, MULTIMODAL, UNSPLIT, Family
+from support.families import ARCHITECTURES, CURRENT, LAYERS, MULTIMODAL, UNSPLIT, Family
 from support.memory import peak_of
 from support.reference import forget
 from support.rounding import rounding

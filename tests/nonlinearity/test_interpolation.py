@@ -108,12 +108,12 @@ def test_merges_equal_the_reference(group: tuple[int, ...], make_family: MakeFam
                 cosines.append(cosine(merges, planned))
                 ratios.append(merges.norm(dim=1) * cosines[-1] / planned.norm(dim=1))
                 base.append(torch.stack([cosine(a, b, dim=0) for a, b in combinations(experts, 2)]).mean())
-            projected = (1 - torch.stack(ratios).mean(0)).abs()
-            for metric, numbers in (
-                ("projection_distance", projected),
-                ("cosine_merge", torch.stack(cosines).mean(0)),
-                ("cosine_base", torch.stack(base)),
-            ):
+            expected = {
+                "projection_distance": (1 - torch.stack(ratios).mean(0)).abs(),
+                "cosine_merge": torch.stack(cosines).mean(0),
+                "cosine_base": torch.stack(base),
+            }
+            for metric, numbers in expected.items():
                 found = result.metrics[metric][level][name_of_group][name]
                 assert found.mean == pytest.approx(numbers.mean().item(), abs=TOLERANCE), (metric, name)
                 assert found.std == pytest.approx(numbers.std(correction=0).item(), abs=TOLERANCE), (metric, name)

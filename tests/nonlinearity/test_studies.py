@@ -12,20 +12,12 @@ import torch
 from click.testing import CliRunner
 from conftest import WriteRecipe
 from support import families
-from support.adapters import write_adapter
 from support.families import Family
 from support.linearity_values import assert_same, plan_of
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.nonlinearity.result import Value, pool_values
-from mergekit_slta.nonlinearity.studies import (
-    linearity,
-    merge_study,
-    path_study,
-    plan_linearity,
-    plan_studies,
-)
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.nonlinearity.studies import linearity, merge_study, path_study, plan_linearity, plan_studies
 
 
 def random_features(*shape: int) -> torch.Tensor:
@@ -79,13 +71,3 @@ def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRec
     assert f"{planned.passes} forward passes" in result.output.splitlines()[0]
     assert re.search(r"^layer +\S+ ± ", result.output, re.MULTILINE)
     assert json.loads((tmp_path / "new" / "linearity.json").read_text())["non_linearity"].keys() == {"model", "layer"}
-    wrong = CliRunner().invoke(main, [*arguments, "--level", "heads"])
-    assert wrong.exit_code == 2
-
-
-def test_an_adapter_is_merged_before_its_layers_are_read(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, samples=1)
-    content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter', seed=0)}"
-    recipe = Recipe(content)
-    found = linearity(recipe, levels=["layer"], samples=1, pairs=False, quiet=True, lora_merge_cache=str(tmp_path))
-    assert found

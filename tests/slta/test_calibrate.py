@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from support import depths, families, reference
 from support.copies import edit_tensors
 from support.families import LAYERS, Family
-from support.gram_difference import gram_difference, largest_difference
+from support.reference import gram_difference, largest_difference
 from support.slow import slow_but
 
 from mergekit_slta.errors import SltaError

@@ -9,11 +9,12 @@ import torch
 from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families, reference
-from support.architecture_table import EVERY, LEVELS
+from support.families import EVERY
 from support.synthetic import random_alpha, solutions
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.weights import TensorWeights
 

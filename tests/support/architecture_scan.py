@@ -35,8 +35,8 @@ from transformers.models.auto.modeling_auto import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support import families
-from support.every_tensor import State, by_reference, load, merged, stored, weighted, wrong_tensors
 from support.families import Family
+from support.merging import State, by_reference, load, merged, solved, stored, wrong_tensors
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
@@ -68,26 +68,23 @@ PROCESSES = 2
 
 # The sizes that a configuration's fields get, where it has fields of these names.
 SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 64),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "emb_dim"), 32),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "intermediate_size_mlp", "d_ff", "dff", "ffn_hidden_size"), 48
-    ),
-    **dict.fromkeys(
-        ("shared_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 16
-    ),
-    **dict.fromkeys(("moe_intermediate_size", "moe_hidden_size", "expert_ffn_hidden_size", "moe_latent_size"), 16),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
-    **dict.fromkeys(("head_dim", "global_head_dim", "v_head_dim", "qk_nope_head_dim", "attention_head_dim"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "swa_head_dim", "swa_v_head_dim"), 8),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "laurel_rank"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("n_group", "topk_group"), 1),
-    **dict.fromkeys(("hidden_size_per_layer_input", "word_embed_proj_dim"), 32),
-    "max_position_embeddings": 128,
+    name: size
+    for size, names in {
+        128: "max_position_embeddings",
+        64: "vocab_size vocab_size_per_layer_input",
+        48: "intermediate_size ffn_dim n_inner intermediate_size_mlp d_ff dff ffn_hidden_size",
+        32: "hidden_size d_model n_embd embedding_size emb_dim hidden_size_per_layer_input word_embed_proj_dim",
+        16: "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+        "moe_intermediate_size moe_hidden_size expert_ffn_hidden_size moe_latent_size "
+        "q_lora_rank kv_lora_rank o_lora_rank laurel_rank",
+        8: "head_dim global_head_dim v_head_dim qk_nope_head_dim attention_head_dim qk_rope_head_dim swa_head_dim "
+        "swa_v_head_dim linear_key_head_dim linear_value_head_dim",
+        4: "num_hidden_layers num_layers n_layer n_layers num_attention_heads n_head num_heads n_heads "
+        "num_experts num_local_experts n_routed_experts moe_num_experts",
+        2: "linear_num_key_heads linear_num_value_heads",
+        1: "n_group topk_group",
+    }.items()
+    for name in names.split()
 }
 # Sizes that must not grow.
 AT_MOST = {
@@ -96,6 +93,12 @@ AT_MOST = {
 }
 DEPTHS = ("depth", "num_hidden_layers", "num_layers", "layers", "encoder_layers", "n_layers")
 GROUPED = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
+
+
 # What the default configurations lack to be a model, or keep from being small.
 KNOBS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
@@ -114,11 +117,7 @@ KNOBS: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "hc_lowrank": 8,
     },
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-        }
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _mrope(2, 1, 1)}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
@@ -146,21 +145,12 @@ KNOBS: dict[str, dict[str, Any]] = {
         "mamba_chunk_size": 8,
         "attn_layer_indices": [1],
     },
-}
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
-KNOBS |= {
     **{
-        name: {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}}
-        for name in (
-            *("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
-            *("paddleocr_vl_text", "glm_ocr_text", "cosmos3_edge_text"),
-        )
+        f"{name}_text": {"head_dim": 8, "rope_parameters": _mrope(2, 1, 1)}
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr_vl", "glm_ocr", "cosmos3_edge")
     },
-    "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [16, 16],
-        "rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]},
-    },
-    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_section": [1, 1, 1, 1]}},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], "rope_parameters": _mrope(1, 1, 2)},
+    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": _mrope(1, 1, 1, 1)},
     "perception_lm": {
         "vision_config": {
             "model_type": "timm_wrapper",
@@ -186,8 +176,8 @@ KNOBS |= {
         **dict.fromkeys(("qk_rope_head_dim", "head_dim"), 0),
         "index_kpool": 4,
     },
-    "glm4v_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 1, 1]}},
-    "glm4v_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}},
+    "glm4v_text": {"rope_parameters": _mrope(2, 1, 1)},
+    "glm4v_moe_text": {"rope_parameters": _mrope(1, 1, 0) | {"partial_rotary_factor": 0.5}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "chameleon": {"vocabulary_map": {"<image>": 5}},
@@ -409,31 +399,21 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
 
         differing = wrong_tensors(written, wanted, stores[0])
     else:
-        expected = _weighted if method == "slta" else _solved
-        differing = wrong_tensors(state, expected(family, column, states, folder), states[0])
+        expected = (
+            _weighted(family, column, states, statistics)
+            if method == "slta"
+            else solved(family, folder / "solved", states)
+        )
+        differing = wrong_tensors(state, expected, states[0])
     assert not differing, f"{len(differing)} tensors differ, such as {differing[0]}"
 
 
-def _weighted(family: Family, level: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
+def _weighted(family: Family, level: str, states: list[State], statistics: Path) -> Callable[[str], torch.Tensor]:
     """The tensors of an ``slta`` merge, by the model's names, from its statistics."""
-    solution = Statistics.load(folder / "statistics.safetensors").solve(level)
+    solution = Statistics.load(statistics).solve(level)
     weights = TensorWeights(trace(family.config), level, solution.submodules)
     base, *experts = states
     return lambda name: weighted_sum(base[name], list(zip((own[name] for own in experts), weights[name], strict=True)))
-
-
-def _solved(family: Family, column: str, states: list[State], folder: Path) -> Callable[[str], torch.Tensor]:
-    """The tensors of a ``featcal`` merge, by the model's names, solved again; outside the layers the experts' mean."""
-    tensor = families.feature_merge(family, folder / "solved").tensor
-    language = trace(family.config).language_tensors
-    share = torch.full((len(states) - 1,), 1 / (len(states) - 1))
-
-    def expected(name: str) -> torch.Tensor:
-        if (own := tensor(name)) is not None:
-            return own
-        return weighted(states, share, name) if name in language else states[0][name]
-
-    return expected
 
 
 def _solves_most(decoder: Decoder) -> bool:

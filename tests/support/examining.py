@@ -57,10 +57,10 @@ def with_expert(family: Family, expert: Path | str, method: str = "slta") -> dic
     return recipe
 
 
-def with_data(family: Family, calibration: Any, template: str = "", **parameters: Any) -> dict[str, Any]:
+def with_data(family: Family, calibration: Any, **parameters: Any) -> dict[str, Any]:
     """A recipe whose first expert has other data."""
     recipe = families.recipe(family, experts=[0, 1], **parameters)
-    recipe["models"][0]["parameters"] |= {"calibration": str(calibration), "template": template}
+    recipe["models"][0]["parameters"] |= {"calibration": str(calibration)}
     return recipe
 
 
@@ -69,8 +69,8 @@ def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
     return families.recipe(family, "featcal", **settings)
 
 
-def adapted(family: Family, adapter: Path, method: str = "slta") -> dict[str, Any]:
-    return with_expert(family, f"{family.base}+{adapter}", method)
+def adapted(family: Family, adapter: Path) -> dict[str, Any]:
+    return with_expert(family, f"{family.base}+{adapter}")
 
 
 def larger_vocabulary(folder: Path) -> Path:

@@ -39,10 +39,9 @@ def linked_packages(folder: Path) -> Path:
     return folder
 
 
-def torchrun(count: int, *arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a script, or ``-m`` and a module, in as many processes as torchrun starts on this machine."""
-    launch = ("--standalone", f"--nproc-per-node={count}")
-    return run_python("-m", "torch.distributed.run", *launch, *arguments, cwd=cwd)
+    return run_python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *arguments)
 
 
 def run_afresh(forks: ForkServerContext, code: str, *arguments: object) -> str:

@@ -222,6 +222,19 @@ class Deltas:
         return torch.stack([delta @ delta.T for delta in self.samples])
 
 
+def gram_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest |dG_bc| / sqrt(G_bb G_cc) of Gram matrices [N, T, T]; where that is 0 / 0, zero."""
+    power = expected.diagonal(dim1=1, dim2=2).sqrt()
+    scale = power[:, :, None] * power[:, None, :]
+    return float(((found - expected).abs() / scale.clamp_min(torch.finfo(scale.dtype).tiny)).max())
+
+
+def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest ``gram_difference`` of the same submodules' Gram matrices."""
+    assert found.keys() == expected.keys()
+    return max(gram_difference(found[name], gram) for name, gram in expected.items())
+
+
 def deltas(models: Models, tasks: Tasks, level: str, split: Split) -> dict[str, Deltas]:
     """The feature deltas of every submodule of a level on every sample.
 
@@ -280,10 +293,10 @@ class Call:
     kwargs: dict[str, Any]
     stacked: bool = False
 
-    def __call__(self, layer: torch.nn.Module, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """The output [S, D] of a layer, on the same hidden states or on others."""
+    def __call__(self, layer: torch.nn.Module) -> torch.Tensor:
+        """The output [S, D] of a layer."""
         kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
-        output = layer(self.hidden if hidden is None else hidden, *self.args, **kwargs)
+        output = layer(self.hidden, *self.args, **kwargs)
         hidden = output[0] if isinstance(output, (tuple, list)) else output
         return hidden.movedim(0, 2)[0] if self.stacked else hidden[0]
 
@@ -309,17 +322,26 @@ def recorded_calls(layers: torch.nn.ModuleList) -> Iterator[list[Call]]:
 
 
 @contextlib.contextmanager
-def recorded_inputs(modules: Mapping[str, torch.nn.Module]) -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Record what modules are given, by the names given."""
+def recorded(
+    modules: Mapping[str, torch.nn.Module], replayed: Mapping[str, Any] | None = None
+) -> Iterator[tuple[dict[str, tuple[Any, ...]], dict[str, Any]]]:
+    """Record what modules are given and what they return, by their names; some return what is ``replayed`` instead."""
     inputs: dict[str, tuple[Any, ...]] = {}
+    outputs: dict[str, Any] = {}
+    returned = replayed or {}
 
-    def record(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs[name] = own_tensor((*args, *kwargs.values()))
+
+    def after(name: str, module: Any, args: Any, output: Any) -> Any:
+        outputs[name] = own_tensor(returned.get(name, output))
+        return own_tensor(outputs[name]) if name in returned else None
 
     with contextlib.ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(record, name), with_kwargs=True))
-        yield inputs
+            hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(after, name)))
+        yield inputs, outputs
 
 
 Layers = Sequence[torch.nn.Module]
@@ -342,27 +364,12 @@ def own_tensor(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-@contextlib.contextmanager
-def recorded_outputs(layer: torch.nn.Module, replayed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Record what the layer's children return, some of which return what is given by their names."""
-    outputs: dict[str, Any] = {}
-
-    def record(name: str, module: Any, args: Any, output: Any) -> Any:
-        outputs[name] = own_tensor(replayed.get(name, output))
-        return own_tensor(outputs[name]) if name in replayed else None
-
-    with contextlib.ExitStack() as hooks:
-        for name, child in layer.named_children():
-            hooks.enter_context(child.register_forward_hook(partial(record, name)))
-        yield outputs
-
-
 def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """What the layer makes of each branch while the other returns what it returns in the base model."""
     if split.unsplit and hasattr(layers[0], split.unsplit):
         yield from layer_features(layers, call, split, config)
         return
-    with recorded_outputs(layers[0], {}) as base:
+    with recorded(dict(layers[0].named_children())) as (_, base):
         call(layers[0])
     for branch, own, other in (("attn", split.attn, split.mlp), ("mlp", split.mlp, split.attn)):
         if not set(own) & set(base) or (set(own) == set(other) and branch != kind_of(layers[0])):
@@ -370,7 +377,7 @@ def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
         features = []
         kept = {name: output for name, output in base.items() if name in other and name not in own}
         for layer in layers:
-            with recorded_outputs(layer, kept) as outputs:
+            with recorded(dict(layer.named_children()), kept) as (_, outputs):
                 output = call(layer)
             between = outputs[split.boundary] if split.boundary and branch == "attn" else output[None]
             features.append((between[0] if isinstance(between, tuple) else between)[0])
@@ -398,7 +405,7 @@ def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Feat
     per_head: list[list[torch.Tensor]] = [[] for _ in range(heads)]
     for layer in layers:
         output = layer.get_submodule(output_map(layer, split))
-        with recorded_inputs({"o": output}) as inputs:
+        with recorded({"o": output}) as (inputs, _):
             call(layer)
         read = inputs["o"][0][0]
         width = read.shape[-1] // heads
@@ -415,7 +422,7 @@ def head_features(layers: Layers, call: Call, split: Split, config: Any) -> Feat
 def linear_features(layers: Layers, call: Call, split: Split, config: Any) -> Features:
     """Every linear map on the base model's input to it."""
     kinds = linear_maps(layers[0])
-    with recorded_inputs({name: layers[0].get_submodule(name) for name in kinds}) as inputs:
+    with recorded({name: layers[0].get_submodule(name) for name in kinds}) as (inputs, _):
         call(layers[0])
     for name, kind in kinds.items():
         modules = [layer.get_submodule(name) for layer in layers]

@@ -12,7 +12,7 @@ import transformers
 import yaml
 from click.testing import CliRunner, Result
 from mergekit.scripts.run_yaml import main as mergekit_yaml
-from support import every_tensor, families
+from support import families, merging
 from support.calibration_samples import BOS, CHARACTERS, EOS, write_tokenizer
 from transformers import AutoTokenizer
 
@@ -30,7 +30,7 @@ Family = tuple[Path, list[Path]]
 
 
 def role_by_hand(name: str) -> Role:
-    return every_tensor.role_by_name(name)
+    return merging.role_by_name(name)
 
 
 def config_of(key: str) -> transformers.PretrainedConfig:
@@ -41,14 +41,14 @@ def config_of(key: str) -> transformers.PretrainedConfig:
 
 def load(key: str, folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model from its folder, which has to have all of them and no other."""
-    state, report = every_tensor.load(folder)
+    state, report = merging.load(folder)
     assert not any(report.values()), report
     return state
 
 
-def write_family(key: str, folder: Path, experts: int = 2) -> Family:
-    """A random base model and experts that differ from it in every tensor, on disk."""
-    family = families.make_family(folder, config_of(key), experts=experts)
+def write_family(key: str, folder: Path) -> Family:
+    """A random base model and two experts that differ from it in every tensor, on disk."""
+    family = families.make_family(folder, config_of(key))
     return family.base, list(family.experts)
 
 

@@ -36,7 +36,7 @@ def submodules(levels: Sequence[str], layers: int) -> list[str]:
     return names + list(dict.fromkeys(f"layer.{layer}{name}" for layer in range(layers) for name in inside))
 
 
-def random_grams(experts: int, samples: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+def random_grams(experts: int, samples: int, seed: int = 0) -> torch.Tensor:
     """[experts * samples, T, T]; an expert changes features most on its own data, and all have a part in common."""
     generator = torch.Generator().manual_seed(seed)
     own = torch.randn(experts, 12, generator=generator, dtype=torch.float64)
@@ -45,7 +45,7 @@ def random_grams(experts: int, samples: int, seed: int = 0, spread: float = 1.0)
     for task in range(experts):
         for _ in range(samples):
             noise = torch.randn(experts, 12, generator=generator, dtype=torch.float64)
-            deltas = own + 0.5 * common + spread * noise
+            deltas = own + 0.5 * common + noise
             deltas[task] *= 2
             grams.append(deltas @ deltas.T)
     stacked = torch.stack(grams)
