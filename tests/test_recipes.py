@@ -77,7 +77,7 @@ def test_the_commands_of_a_recipe_are_known_and_write_the_files_that_it_names(
     monkeypatch.chdir(tmp_path)
     shutil.copy(path, tmp_path)
     (tmp_path / "merged").mkdir()
-    written = {}
+    written: dict[str, str] = {}
     for program, name, *words in commands(path):
         if program == "mergekit-yaml":
             assert [name, words[0]] == [path.name, "./merged"]
