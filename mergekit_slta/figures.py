@@ -265,8 +265,7 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
 
 
 def _number_cells(ax: Axes, image: Any, values: Any) -> None:
-    for (row, column), value in np.ndenumerate(values):
-        if value is not np.ma.masked:
-            red, green, blue, _ = image.cmap(image.norm(value))
-            colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-            ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)
+    for (row, column), value in np.ma.ndenumerate(values):  # without the missing ones
+        red, green, blue, _ = image.cmap(image.norm(value))
+        colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+        ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)

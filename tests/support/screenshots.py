@@ -2,10 +2,10 @@
 
     python tests/support/screenshots.py FOLDER [REAL]
 
-FOLDER is one that the quickstart filled: its models are merged by ``featcal``, and the report on that merge is opened in a
-headless Chromium (apt-get install chromium). The figures of the gallery are drawn by the package, of merges of its
-models, in a minute or two; and of the experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in half an
-hour.
+FOLDER is one that the quickstart filled. Its models are merged by ``featcal``, and the report on that merge is opened
+in a headless Chromium (apt-get install chromium). The figures of the gallery are drawn by the package, of merges of
+these models, in a minute or two; and of the experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in
+half an hour.
 """
 
 from __future__ import annotations
