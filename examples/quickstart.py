@@ -23,7 +23,7 @@ from family import TASKS, Family, copy_shipped, evaluate, train_family, write_by
 from mergekit.scripts import run_yaml
 from tqdm import tqdm
 
-from mergekit_slta.figures import Matrix, heat_map
+from mergekit_slta.figures import Picture
 from mergekit_slta.slta.statistics import Statistics
 
 STATISTICS = "statistics.safetensors"
@@ -31,7 +31,6 @@ HEAT_MAP = "alpha.png"
 RESULTS = "results.json"
 GRID = (0.2, 0.4, 0.6, 0.8, 1.0)
 SHORT = ("task_arithmetic 0.4", "sftm", "actmat", "slta attn_mlp", "featcal")  # the rows of a short run
-BRANCHES = {"attn": "Attention", "mlp": "MLP"}
 
 Recipe = dict[str, Any]
 Scores = dict[str, float]
@@ -70,7 +69,7 @@ def main(out: Path, short: bool, seed: int | None) -> None:
             scores[label] = evaluate(models[label] if label in models else merge(out, label, todo[label], seed or 0))
             bar.update()
     write_bytes(out / RESULTS, json.dumps(scores, indent=2).encode())
-    write_bytes(out / HEAT_MAP, picture_of_weights(out / STATISTICS))
+    write_bytes(out / HEAT_MAP, Picture(Statistics.load(out / STATISTICS).solve("attn_mlp").plot()).png())
     click.echo(f"\n{table(scores)}\n")
     if not short:
         best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))
@@ -132,20 +131,6 @@ def table(scores: Mapping[str, Scores]) -> str:
     for label, row in scores.items():
         lines.append(f"{label:{width}}" + "".join(f"{score:9.2f}" for score in (*row.values(), average(row))))
     return "\n".join(lines)
-
-
-def picture_of_weights(path: Path) -> bytes:
-    """Heat maps of the merging weights: layers across, experts down, one map per branch, as PNG."""
-    measured = Statistics.load(path)
-    alpha = measured.solve("attn_mlp").alpha
-    layers = [str(layer) for layer in range(measured.info.num_layers)]
-    experts = [Path(model).name for model in measured.info.models]
-    maps = []
-    for branch, title in BRANCHES.items():
-        values = [[float(alpha[f"layer.{layer}.{branch}"][row]) for layer in layers] for row in range(len(experts))]
-        maps.append(Matrix(title, values, experts, layers))
-    drawn = heat_map(maps, x_label="layer", y_label="expert", value_label="merging weight α", limits=(0.0, 1.0))
-    return drawn.png()
 
 
 def _local(path: Path, out: Path) -> str:

@@ -1,7 +1,8 @@
 """Charts: lines, heat maps and bars that are readable on a narrow screen, and without colours.
 
 Every picture fits a phone's width, so a wide screen shows several side by side. Lines differ in marker as well as in
-colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
+colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart. Axes begin at 0, unless values
+are below it or differ by magnitudes.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from mergekit_slta.words import plain_number
 
 INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
 MARKERS = "osD^vPX*"
+COLOUR_MAP = "RdBu"  # red below 0, white at 0, blue above
 WIDTH = 4.6  # inches
 PANEL_HEIGHT = 1.75
 LINE_HEIGHT = 0.21
@@ -37,28 +39,23 @@ LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
+MAGNITUDES = 30  # the largest mean over the smallest one, from which an axis is logarithmic
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": AXIS,
     "axes.facecolor": "none",
     "axes.grid": True,
-    "axes.labelcolor": INK,
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
-    "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",
     "font.size": 10,
     "grid.color": GRID,
     "legend.frameon": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
     "svg.hashsalt": "mergekit-slta",  # the same picture is the same file
-    "text.color": INK,
     "text.parse_math": False,  # names may hold dollar signs
-    "xtick.color": INK,
-    "ytick.color": INK,
 }
 
 
@@ -86,11 +83,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """A series: its name in the legend, and its points, where NaN leaves a gap."""
+    """A series: its name in the legend, its points, where NaN leaves a gap, and what to write beside them."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -125,9 +123,8 @@ def line_chart(
     *,
     x_label: str,
     y_label: str,
-    x_percent: bool = False,
-    y_percent: bool = False,
-    y_range: tuple[float, float] = (-math.inf, math.inf),
+    x_shares: bool = False,
+    lowest: float = -math.inf,
     lines_at: Sequence[float] = (),
 ) -> Picture:
     """Panels of lines below each other, with one scale, so that they can be compared.
@@ -135,86 +132,92 @@ def line_chart(
     Args:
         panels: the panels, each with the same series in the same order.
         x_label, y_label: the axes' names with their units.
-        x_percent, y_percent: whether an axis shows shares as percentages.
-        y_range: values outside of it are drawn at its ends.
+        x_shares: whether x is a share; otherwise it is a whole number.
+        lowest: smaller values are drawn here.
         lines_at: values to mark with a thin horizontal line.
     """
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines], sharey=True)
-        percentages = FuncFormatter(lambda value, _: f"{plain_number(round(100 * value, 3), 'g')} %")
         for panel, ax in zip(panels, axes, strict=True):
             ax.set_title(_short(panel.title))
             ax.set_ylabel(y_label)
             for i, line in enumerate(panel.lines):
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-                ax.plot(line.x, np.clip(line.y, *y_range), color=colour, marker=marker, label=_short(line.label))
+                y = np.clip(line.y, lowest, math.inf)
+                ax.plot(line.x, y, color=colour, marker=marker, label=_short(line.label))
+                for note, left, height in zip(line.notes, line.x, y, strict=False):
+                    ax.annotate(note, (left, height), xytext=(4, 3), textcoords="offset points", fontsize=8)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-            if y_percent:
-                ax.yaxis.set_major_formatter(percentages)
-            if x_percent:
-                ax.xaxis.set_major_formatter(percentages)
-            else:
+            ax.margins(y=0.1)  # room for notes
+            if not x_shares:
                 ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            elif ax.get_xlim()[0] > 0:
+                ax.set_xlim(left=0)
+        if not any(value < 0 for panel in panels for line in panel.lines for value in line.y):
+            axes[0].set_ylim(bottom=0)
         axes[-1].set_xlabel(x_label)
         _legend(figure, axes[0])
         return Picture(figure)
 
 
-def heat_map(
-    matrices: Sequence[Matrix],
-    *,
-    x_label: str,
-    y_label: str,
-    value_label: str,
-    limits: tuple[float, float],
-) -> Picture:
+def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_label: str) -> Picture:
     """Heat maps below each other with one scale of colours, and numbers in the cells if there is room.
 
-    Args:
-        matrices: the heat maps.
-        x_label, y_label, value_label: the names of columns, rows and values.
-        limits: the values of the first and the last colour; values outside have separate colours.
+    The colours part at 0. Those of the values above reach to the largest one, at least to 1; those below likewise.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
         figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 3.2) for matrix in matrices])
-        colours = matplotlib.colormaps["viridis"].with_extremes(bad="none", under="#f4a6d7", over="#d7301f")
+        numbers = [value for matrix in matrices for row in matrix.values for value in row if math.isfinite(value)]
+        least, most = min([0.0, *numbers]), max([1.0, *numbers])
+        norm = TwoSlopeNorm(0, min(-1.0, least), most)
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
-            image = ax.imshow(values, cmap=colours, norm=Normalize(*limits), aspect="auto", interpolation="none")
+            image = ax.imshow(values, cmap=COLOUR_MAP, norm=norm, aspect="auto", interpolation="none")
             ax.set_title(_short(matrix.title))
             ax.set_ylabel(y_label)
             _name_cells(ax, matrix)
             if len(matrix.columns) <= MOST_NUMBERED and len(matrix.rows) <= MOST_NAMES:
                 _number_cells(ax, image, values)
         axes[-1].set_xlabel(x_label)
-        bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02, extend="both")
+        bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02)
+        bar.ax.set_xlim(least, most)
         bar.set_label(value_label)
         return Picture(figure)
 
 
 def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) -> Picture:
-    """Horizontal bars with their deviations and values, those of a group of ``groups`` together."""
+    """Horizontal bars with their deviations and values, those of a group of ``groups`` together.
+
+    Values that differ by magnitudes are points on a logarithmic axis, which has no 0 where bars could begin.
+    """
     step = len(series) + 0.7
+    means = [value for bars in series for value in bars.values if value > 0]
+    logarithmic = bool(means) and max(means) > MAGNITUDES * min(means)
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure, (ax,) = _figure([LINE_HEIGHT * step * len(groups)], [bars.label for bars in series])
         for i, bars in enumerate(series):
-            drawn = ax.barh(
-                [i + step * group for group in range(len(groups))],
-                bars.values,
-                height=0.9,
-                color=COLOURS[i % len(COLOURS)],
-                label=_short(bars.label),
-                xerr=bars.deviations,
-                error_kw={"ecolor": INK, "elinewidth": 1, "capsize": 2},
-            )
-            pairs = zip(bars.values, bars.deviations, strict=True)
-            said = [f"{plain_number(value)} ± {plain_number(deviation)}" for value, deviation in pairs]
-            ax.bar_label(drawn, said, padding=3, fontsize=8)
+            places, colour = [i + step * group for group in range(len(groups))], COLOURS[i % len(COLOURS)]
+            if not logarithmic:
+                ax.barh(places, bars.values, height=0.9, color=colour, label=_short(bars.label))
+            label, marker = (_short(bars.label), MARKERS[i % len(MARKERS)]) if logarithmic else ("", "none")
+            whisker: Any = {"ecolor": colour if logarithmic else INK, "elinewidth": 1, "capsize": 2}
+            ax.errorbar(bars.values, places, xerr=bars.deviations, fmt=marker, color=colour, label=label, **whisker)
+            for place, value, deviation in zip(places, bars.values, bars.deviations, strict=True):
+                if math.isfinite(value):
+                    said = f"{plain_number(value)} ± {plain_number(deviation)}"
+                    end = value + deviation, place
+                    ax.annotate(said, end, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
         ax.margins(x=0.45)  # room for the numbers
-        ax.set_xlim(left=0)
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for ticks such as 0.0025
+        if logarithmic:
+            ax.set_xscale("log")
+            ax.set_xlim(left=min(means) / 2)
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.xaxis.set_minor_formatter("")
+        else:
+            ax.set_xlim(left=0)
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for ticks such as 0.0025
         middles = [(len(series) - 1) / 2 + step * group for group in range(len(groups))]
         ax.set_yticks(middles, [_short(group, GROUP_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)
@@ -226,7 +229,7 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
 
 def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool = False) -> tuple[Figure, list[Axes]]:
     """A figure with room for panels of these heights in inches, for axis labels and for a legend."""
-    rows = math.ceil(len(legend) / _legend_columns(legend)) if legend else 0
+    rows = math.ceil(len(legend) / _legend_columns(legend)) if len(legend) > 1 else 0
     height = sum(heights) + LINE_HEIGHT * (rows + 4)
     figure = Figure(figsize=(WIDTH, height), dpi=DOTS_PER_INCH, layout="constrained")
     axes = figure.subplots(len(heights), 1, squeeze=False, sharey=sharey, gridspec_kw={"height_ratios": heights})
@@ -234,10 +237,11 @@ def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool =
 
 
 def _legend(figure: Figure, ax: Axes) -> None:
-    """The legend of an axes' series, above the figure's panels."""
+    """The legend of an axes' series, above the figure's panels; a single series needs none."""
     handles, labels = ax.get_legend_handles_labels()
-    columns = _legend_columns(labels)
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.0)
+    if len(labels) > 1:
+        columns = _legend_columns(labels)
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.0)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
@@ -261,8 +265,7 @@ def _name_cells(ax: Axes, matrix: Matrix) -> None:
 
 
 def _number_cells(ax: Axes, image: Any, values: Any) -> None:
-    for (row, column), value in np.ndenumerate(values):
-        if value is not np.ma.masked:
-            red, green, blue, _ = image.cmap(image.norm(value))
-            colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-            ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)
+    for (row, column), value in np.ma.ndenumerate(values):  # without the missing ones
+        red, green, blue, _ = image.cmap(image.norm(value))
+        colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+        ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)

@@ -1,8 +1,11 @@
-"""Every recipe in ``examples/recipes``: it reads, passes the check on tiny models, and says what it needs."""
+"""Every recipe in ``examples/recipes``: it reads, its commands do, and tiny models of its architecture merge by it."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,12 @@ import yaml
 from mergekit.common import ModelReference
 from support import families
 from support.adapters import write_adapter
-from support.examining import problems
+from support.examining import chat_model, problems
+from transformers import AutoTokenizer
 
+from mergekit_slta.cli.commands import main
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import DATASET_PREFIX, source_key
+from mergekit_slta.data.sources import is_dataset, source_key
 from mergekit_slta.recipe.recipe import Recipe, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 
@@ -28,9 +33,10 @@ ARCHITECTURES = {
     "mistral": "mistral",
     "nemo": "mistral",
     "qwen3.6-27b": "qwen3_5",
+    "qwen3.8-27b": "qwen3_5",
     "qwen3.6-35b-a3b": "qwen3_5_moe",
 }
-
+WITHOUT_CHAT_TEMPLATE = ("meta-llama/Llama-3.1-8B", "mistralai/Mistral-Nemo-Base-2407")
 ADAPTED = "language_model.layers.0.self_attn.q_proj"
 
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -40,27 +46,54 @@ def hub_names(reference: ModelReference) -> list[str]:
     return [path.path for path in (reference.model, reference.lora) if path is not None]
 
 
+def commands(path: Path) -> list[list[str]]:
+    """The commands in a recipe's comment, by words."""
+    comment = re.sub(r"\\\n#", "", path.read_text())
+    return [shlex.split(line) for line in re.findall(r"^#   (merge.*?)(?:  +\(.*)?$", comment, re.M)]
+
+
 @each_recipe
 def test_a_recipe_is_sound(path: Path) -> None:
     recipe = Recipe.load(path)
     recipe.require_sound()
     assert recipe.config.dtype == "float32" and recipe.config.out_dtype == "bfloat16"
     assert all(HUB_NAME.fullmatch(model) for reference in recipe.references for model in hub_names(reference))
+    without = str(recipe.base) in WITHOUT_CHAT_TEMPLATE
+    assert without == (recipe.tokenizer_owner in [expert.reference for expert in recipe.experts])
+    assert without == bool(recipe.config.chat_template)
     if recipe.method.runs_models:
         settings = recipe.settings
-        named = isinstance(settings, SltaSettings) and settings.statistics.startswith(DATASET_PREFIX)
-        require_calibration(recipe, statistics=named)
+        require_calibration(recipe, statistics=isinstance(settings, SltaSettings) and bool(settings.statistics))
         for task in recipe.tasks:
-            if named and not task.calibration:
-                continue
-            kind, dataset, *_ = source_key(task.calibration)
-            assert kind == "dataset" and HUB_NAME.fullmatch(dataset)
             assert not task.template or template_fields(task.template)
+            kind, dataset, *_ = source_key(task.calibration or "hf:org/none")
+            assert kind == "file" or HUB_NAME.fullmatch(dataset)
 
 
 @each_recipe
-def test_a_recipe_passes_the_check_on_tiny_models(path: Path, tmp_path: Path) -> None:
-    """The recipe as it is, but for the names of models, and data that are local and have a ``text``."""
+def test_the_commands_of_a_recipe_are_known_and_write_the_files_that_it_names(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(path, tmp_path)
+    (tmp_path / "merged").mkdir()
+    written: dict[str, str] = {}
+    for program, name, *words in commands(path):
+        if program == "mergekit-yaml":
+            assert [name, words[0]] == [path.name, "./merged"]
+            continue
+        given = main.commands[name].make_context(name, [*words]).params  # refuses what the command does not know
+        assert name == "ask" or path.name in words
+        written |= {str(given["out"]): given["model"]} if name == "ask" else {}
+    tasks = Recipe.load(path).tasks
+    files = {task.calibration: str(task.reference) for task in tasks if not is_dataset(task.calibration)}
+    assert written == {file: model for file, model in files.items() if file}
+
+
+@each_recipe
+def test_tiny_models_merge_by_a_recipe(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe as it is, but for the names of models, fewer tokens, and data that are local and have a ``text``."""
+    monkeypatch.chdir(tmp_path)
     content = yaml.safe_load(path.read_text())
     architecture = next(known for name, known in ARCHITECTURES.items() if path.name.startswith(name))
     family = families.make_family(tmp_path, architecture, experts=len(content["models"]))
@@ -77,4 +110,14 @@ def test_a_recipe_passes_the_check_on_tiny_models(path: Path, tmp_path: Path) ->
             entry["parameters"] = own | {"calibration": str(family.data[index])}
     content["base_model"] = str(family.base)
     content.get("parameters", {}).pop("statistics", None)
+    if owner := content.get("tokenizer"):
+        owner["source"] = names[owner["source"]]
+        end = chat_model(Path(owner["source"]))[1]
     assert problems(content, options=options) == []
+    if owner:
+        families.merge(content, tmp_path / "out", copy_tokenizer=True)
+        merged = AutoTokenizer.from_pretrained(tmp_path / "out")
+        text = merged.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+        assert "<|im_start|>user\na<|im_end|>" in text
+        stops = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+        assert end in (stops if isinstance(stops, list) else [stops])

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, percent, plain_number, possessive
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,10 @@ from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_n
 )
 def test_percent(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+def test_scores_have_two_decimals_and_zero_has_no_sign() -> None:
+    assert [as_score(share) for share in (0.914, -0.002, -0.12, math.nan)] == ["0.91", "0.00", "−0.12", "–"]
 
 
 def test_numbers_counts_and_lists() -> None:

@@ -23,7 +23,7 @@ from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics, versions
-from mergekit_slta.tables import as_percentage
+from mergekit_slta.words import as_score
 
 CARD = "README.md"
 RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
@@ -143,7 +143,7 @@ def _model_table(recipe: Recipe, solution: Solution | None) -> str:
     for kind, model, source in models:
         share = kept.get(published_name(model))
         data = _code(source_name(source)) if source else ""
-        lines.append([kind, _linked(model), data, "" if share is None else as_percentage(share)])
+        lines.append([kind, _linked(model), data, "" if share is None else as_score(share)])
     columns = [column for column in zip(*lines, strict=True) if any(column[2:])]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in zip(*columns, strict=True)

@@ -9,26 +9,20 @@ from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
-from mergekit_slta.levels import kinds_of
 from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, pool_values
-from mergekit_slta.nonlinearity.studies import STEPS, distance_metric
-from mergekit_slta.reports.page import Chart, Page, Section
+from mergekit_slta.nonlinearity.studies import STEPS
+from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, as_json, short_names
 from mergekit_slta.words import counted, enumerated, percent, plain_number
 
-MOST_SCORE = 1.21  # of a root mean square deviation of 10 %
-MAPPED_LEVELS = ("model", "layer", "attn_mlp")  # the levels in Figure 6
+MOST_SCORE = 1.21  # of a root mean square deviation of 0.1
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
-BARS = "A bar is the mean, and the thin line at its end reaches one standard deviation to both sides, over "
+BARS = "Mean and one standard deviation to both sides, over "
 SETTINGS_OF = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 SCORES_MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
     "to an expert. It is 0 if features change in proportion to the weights; 1.21 means a root mean square deviation of "
-    "10 % of the expert's feature change. Merging weights rely on this proportion."
-)
-DISTANCES_MEANING = (
-    "Like Table 18 of the paper: how far the features still are from the expert's when this share α of the task vector "
-    "is added to the base model, relative to the whole way. Of a linear expert it is 1 − α."
+    "0.1 of the expert's feature change. Merging weights rely on this proportion."
 )
 
 
@@ -47,22 +41,15 @@ def linearity_page(result: Linearity) -> Page:
     experts = short_names(result.experts)
     single = {short: [name] for short, name in zip(experts, result.experts, strict=True)}
     sizes = [size for size in SETTINGS_OF if _merges(result, size)]
-    mapped = enumerate(result.experts) if {*result.maps} & {*MAPPED_LEVELS} else ()
-    maps = [_distance_map(result, index, expert, experts[index]) for index, expert in mapped]
-    score = f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}samples and submodules."
+    score = f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}prompts and blocks."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
-        verdict=[
-            verdict(result),
-            score_sentence(result),
-            *(_merge_sentence(result, size) for size in sizes),
-            SCORES_MEANING,
-        ],
+        verdict=[verdict(result), SCORES_MEANING],
         facts=_facts(result),
-        sections=[
-            Section("Single experts", charts=[_bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single)]),
-            *([Section("Merges", charts=_merge_charts(result, sizes))] if sizes else []),
-            Section("On the way to an expert", [DISTANCES_MEANING], maps, _distance_table(result)),
+        charts=[
+            _bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single),
+            *(_merge_charts(result, sizes) if sizes else []),
+            _distance_map(result),
         ],
     )
 
@@ -95,32 +82,6 @@ def verdict(result: Linearity) -> str:
     )
 
 
-def score_sentence(result: Linearity) -> str:
-    """How linear the submodules and the whole models are."""
-    means = _listed(_means(result, METRIC, result.experts))
-    experts = enumerated(short_names(result.experts))
-    return f"For {experts} the non-linearity score (0 is linear) is {means}, on average over experts and samples."
-
-
-def _merge_sentence(result: Linearity, size: int) -> str:
-    means = _listed(_means(result, "projection_distance", _merges(result, size)))
-    how_many = "two" if size == 2 else "three"
-    return (
-        f"When {how_many} of them are merged, the projection distance (0 means that feature changes add up) is {means}."
-    )
-
-
-def _listed(means: Mapping[str, float]) -> str:
-    names = {"model": "the whole model", "MLP": "an MLP branch", "attention": "an attention branch"}
-    return enumerated(
-        [f"{plain_number(mean, '.2g')} for {names.get(kind, f'a {kind}')}" for kind, mean in means.items()]
-    )
-
-
-def _means(result: Linearity, metric: str, names: Sequence[str]) -> dict[str, float]:
-    return {group: value.mean for group, value in result.pooled(metric, names).items()}
-
-
 def _means_by_name(result: Linearity, metric: str, level: str, names: Iterable[str]) -> dict[str, float]:
     """A metric of experts or merges over all submodules of a level, where it is defined."""
     means = {name: pool_values([*result.metrics[metric][level][name].values()]).mean for name in names}
@@ -144,7 +105,7 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
     cosine = (
         "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
         "experts' changes (merged, Eq. 16), and of the experts' changes with each other (baseline, Eq. 17). The "
-        f"changes of a merge well below its baseline add up. {settings} (merged) or samples (baseline)."
+        f"changes of a merge well below its baseline add up. {settings} (merged) or prompts (baseline)."
     )
     merges = {f"{size} experts": _merges(result, size) for size in sizes}
     cosines = {"cosine_merge": ", merged", "cosine_base": ", baseline"}
@@ -178,40 +139,31 @@ def _bars(
     )
 
 
-def _distance_table(result: Linearity) -> Table:
-    """Table 18: the mean distance to each expert after every step."""
-    rows = []
-    for expert, short in zip(result.experts, short_names(result.experts), strict=True):
-        curves = [_means(result, distance_metric(step), [expert]) for step in range(STEPS + 1)]
-        rows += [
-            [f"{group}, {short}", *(plain_number(curve[group], ".3f") for curve in curves)] for group in result.groups()
-        ]
-    return Table(["Distance", *(f"α = {step}" for step in STEP_NAMES)], rows)
-
-
-def _distance_map(result: Linearity, index: int, expert: str, short: str) -> Chart:
-    """Figure 6 for one expert: of the levels that were measured, the model, a middle layer and its branches."""
-    matrices, rows = [], []
-    for level in [level for level in MAPPED_LEVELS if level in result.maps]:
-        names = list(result.maps[level][expert])
-        for layers in kinds_of(names).values():
-            name = names[list(layers.values())[len(layers) // 2][0]]
-            distances = result.maps[level][expert][name].tolist()
-            matrices.append(Matrix(name, distances, STEP_NAMES, STEP_NAMES))
-            for step, row in zip(STEP_NAMES, distances, strict=True):
-                rows.append([f"{name}, α = {step}", *(plain_number(distance, ".3f") for distance in row)])
+def _distance_map(result: Linearity) -> Chart:
+    """Figure 6 for the least linear expert, and its least linear submodule of the first level."""
+    scores = {
+        (expert, name): value.mean
+        for expert, values in result.metrics[METRIC][result.levels[0]].items()
+        for name, value in values.items()
+    }
+    expert, name = max(scores, key=lambda place: (not math.isnan(scores[place]), scores[place]))
+    short = short_names(result.experts)[result.experts.index(expert)]
+    distances = result.maps[result.levels[0]][expert][name].tolist()
+    rows = [
+        [f"α = {step}", *(plain_number(distance, ".3f") for distance in row)]
+        for step, row in zip(STEP_NAMES, distances, strict=True)
+    ]
     return Chart(
-        name=f"distances-{index + 1}",
+        name="distances",
         title=f"Distances on the way to {short}",
-        caption="Like Figure 6 of the paper, mean over samples: the distance between the features at two points on the "
-        "way from the base model to the expert. For a linear expert the stripes along the diagonal are even. "
-        "Distances above 1 are red.",
+        caption="Like Figure 6 of the paper, for the least linear expert, mean over prompts: the distance between the "
+        "features at two points on the way from the base model to the expert. If features change linearly, the stripes "
+        "along the diagonal are even.",
         picture=heat_map(
-            matrices,
+            [Matrix(name, distances, STEP_NAMES, STEP_NAMES)],
             x_label="share of the task vector α",
             y_label="α",
             value_label="distance of the features, relative to the whole way",
-            limits=(0.0, 1.0),
         ),
         table=Table(["From, to", *(f"α = {step}" for step in STEP_NAMES)], rows),
     )
@@ -219,12 +171,12 @@ def _distance_map(result: Linearity, index: int, expert: str, short: str) -> Cha
 
 def _facts(result: Linearity) -> dict[str, str]:
     facts = {
-        f"Expert {short}": f"{name}, {counted(samples, 'sample')}"
+        f"Expert {short}": f"{name}, {counted(samples, 'prompt')}"
         for short, name, samples in zip(short_names(result.experts), result.experts, result.samples, strict=True)
     }
     facts["Levels"] = ", ".join(result.levels)
-    facts["Data"] = "an expert is measured on its own samples, a merge on those of its experts"
+    facts["Data"] = "an expert is measured on its own prompts, a merge on the prompts of its experts"
     skipped = {level: sum(by_group.values()) for level, by_group in result.skipped.items()}
     left_out = [f"{count} times at {level}" for level, count in skipped.items() if count]
-    facts["Left out"] = f"{enumerated(left_out)}, since a sample's feature change is zero" if left_out else "no sample"
+    facts["Left out"] = f"{enumerated(left_out)}, since a prompt's feature change is zero" if left_out else "no prompt"
     return facts

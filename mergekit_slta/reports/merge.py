@@ -8,21 +8,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import combinations, groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mergekit_slta.figures import Line, Panel, Picture, line_chart
 from mergekit_slta.levels import kinds_of, place_of
-from mergekit_slta.reports.page import Chart, Page, Section
+from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
 from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import counted, enumerated, kind_name, percent, plain_number, possessive
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
 
-# Of the quickstart's experts, those that keep less than half of the feature change keep less than a third of their gain
-# in exact answers; those that keep 60 to 75 %, in merges of two, keep between a third and nearly all.
+# Of the quickstart's experts, those that keep less than 0.5 of the feature change keep less than a third of their gain
+# in exact answers; those that keep 0.6 to 0.75, in merges of two, keep between a third and nearly all.
 LOSES_MOST, KEEPS_ENOUGH = 0.5, 0.75
 HARDLY_INTERFERES = 0.9  # what two experts, merged without others, keep on average
 KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
@@ -30,11 +32,11 @@ DRAWS = 200  # of the samples, for the intervals of the merging weights
 ENDS = (0.05, 0.95)
 SEED = 0
 MEANING = (
-    "This is a share of feature change, not accuracy: an expert that keeps little may answer well, which mergekit-slta "
-    "evaluate tells. Features are the outputs of the model's parts (submodules). At "
-    "100 % every submodule changes the base model's features on the expert's own data exactly as the expert does; at "
-    "0 % the merge is as far from the expert as the base model is, and below 0 % it is farther. The calculation "
-    "assumes that features change linearly with the weights."
+    "Features are the outputs of the model's blocks. At 1 each block of the merge changes the base model's features on "
+    "the expert's own prompts as the expert does; at 0 the merge is as far from the expert as the base model is, and "
+    "below 0 it is farther. The calculation assumes that features change linearly with the weights. A share of feature "
+    "change is not accuracy: an expert of which little is kept may answer well, so score the merge with mergekit-slta "
+    "evaluate."
 )
 
 
@@ -54,8 +56,8 @@ def verdict(solution: Solution) -> str:
         fix = "leave one of them out" if len(losing) > 1 else fix
         advice = f"{who} {loses} most of the feature change: {fix}, or merge by featcal, which solves each matrix."
     elif weak:
-        advice = f"{who} {loses} more than a quarter of the feature change: score the merge by mergekit-slta evaluate, "
-        advice += "or merge by featcal, which solves each matrix."
+        advice = f"{who} {loses} more than a quarter of the feature change: score the merge with mergekit-slta "
+        advice += "evaluate, or merge by featcal, which solves each matrix."
     else:
         these, whose = ("It", "its") if alone else ("These", "each expert's")
         advice = f"{these} can be merged: weighted sums keep most of {whose} feature change."
@@ -65,8 +67,8 @@ def verdict(solution: Solution) -> str:
 def kept_sentence(solution: Solution) -> str:
     """How much of each expert's feature change the merge keeps, and how much of the base model on its own task."""
     pairs = zip(short_names(solution.models), solution.kept.tolist(), strict=True)
-    first, *others = [f"{percent(share)} of {possessive(name)}" for name, share in pairs]
-    others += [f"{percent(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
+    first, *others = [f"{as_score(share)} of {possessive(name)}" for name, share in pairs]
+    others += [f"{as_score(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
     return f"At level {solution.level}, the merge keeps {enumerated([f'{first} feature change', *others])}."
 
 
@@ -81,7 +83,7 @@ def _interference(solution: Solution) -> Iterator[str]:
     where = _where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
     names = dict(zip(solution.models, short_names(solution.models), strict=True))
     if len(names) > 2:
-        shares = enumerated(list(map(percent, worst.kept.tolist())))
+        shares = enumerated(list(map(as_score, worst.kept.tolist())))
         pair = enumerated([names[model] for model in worst.models])
         yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares}."
     elif where:
@@ -150,11 +152,19 @@ def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
 def report_page(found: Solution | Statistics) -> Page:
     """The report on a merge; statistics are solved at the default level."""
     solution = found if isinstance(found, Solution) else found.solve()
+    charts, table, weights = [], None, _weights(solution)
+    if solution.level == "model":
+        shares = map(as_score, solution.retained["model"].tolist())
+        rows = list(zip(short_names(solution.models), weights[0], shares, strict=True))
+        table = Table(["Expert", "merging weight (90 % interval)", "share kept"], rows)
+    else:
+        charts = [_retained_chart(solution), _alpha_chart(solution, weights)]
     return Page(
         title=f"Report on a merge of {enumerated(short_names(solution.models))}",
-        verdict=[verdict(solution), kept_sentence(solution), MEANING],
+        verdict=[verdict(solution), kept_sentence(solution), MEANING, *solution.notes()],
         facts=_facts(solution),
-        sections=list(_sections(solution)),
+        charts=[*charts, *([_trade_chart(solution)] if solution.keeps_base else [])],
+        table=table,
     )
 
 
@@ -164,37 +174,20 @@ def _facts(solution: Solution) -> dict[str, str]:
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):
         rows = statistics.task == index
-        samples, tokens = int(rows.sum()), int(statistics.tokens[rows].sum())
+        prompts, tokens = int(rows.sum()), int(statistics.tokens[rows].sum())
         facts[f"Expert {name}"] = (
-            f"{info.models[index]}, measured on {counted(samples, 'sample')} ({counted(tokens, 'token')}) of "
+            f"{info.models[index]}, measured on {counted(prompts, 'prompt')} ({counted(tokens, 'token')}) of "
             f"{info.calibration[index].source}"
         )
     if info.keep is not None:
-        facts["Base model's task"] = info.keep.source
-        facts["Base model's task"] += f", weight {plain_number(solution.keep_weight)}"
-    balanced = "every sample has the same influence" if solution.balance else "samples are not balanced"
+        facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
+    balanced = "every prompt counts the same" if solution.balance else "longer prompts count more"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
     if coarser := [str(fallback) for fallback in info.fallbacks if fallback.level == solution.level]:
         facts["Coarser levels"] = " ".join(coarser)
-    facts["Versions"] = ", ".join(f"{name} {version}" for name, version in info.versions.items())
     return facts
-
-
-def _sections(solution: Solution) -> Iterator[Section]:
-    ends = intervals(solution)
-    if solution.level == "model":
-        shares = map(percent, solution.retained["model"].tolist())
-        rows = list(zip(short_names(solution.models), _weights(solution, ends)[0], shares, strict=True))
-        table = Table(["Expert", "merging weight (90 % interval)", "share kept"], rows)
-        yield Section("Share kept", solution.notes(), table=table)
-    else:
-        yield Section("Share kept", charts=[_retained_chart(solution)])
-    if solution.keeps_base:
-        yield Section("Kept of the base model", charts=[_trade_chart(solution)])
-    if solution.level != "model":
-        yield Section("Merging weights", solution.notes(), [_alpha_chart(solution, ends)])
 
 
 # Charts
@@ -213,80 +206,63 @@ def _retained_chart(solution: Solution) -> Chart:
         panels.append(Panel(title, [Line(name, list(layers), kept) for name, kept in columns]))
     return Chart(
         name=f"retained-{solution.level}",
-        title="Share of each expert's feature change that the merge keeps",
-        caption="Measured on each expert's own data, for every layer from layer 0 on. Thin lines mark 0 % and 50 %. "
-        "Values below −100 % are drawn at −100 %.",
-        picture=line_chart(
-            panels,
-            x_label="decoder layer",
-            y_label="share kept",
-            y_percent=True,
-            y_range=(-1.0, 1.0),
-            lines_at=(0.0, LOSES_MOST),
-        ),
-        table=_table(solution, [map(percent, row) for row in retained.tolist()]),
+        title="Share kept of each expert's feature change",
+        caption="On each expert's own prompts. A thin line marks 0.5. Shares below −1 are drawn at −1.",
+        picture=line_chart(panels, x_label="decoder layer", y_label="share kept", lowest=-1.0, lines_at=[LOSES_MOST]),
+        table=_table(solution, [map(as_score, row) for row in retained.tolist()]),
     )
 
 
 def _trade_chart(solution: Solution) -> Chart:
     """What a merge keeps of the experts against what it keeps of the base model, by the weight of the base's task."""
-    merges = [
-        solution.statistics.solve(
-            solution.level,
-            balance=solution.balance,
-            ridge=solution.ridge,
-            task_weights=solution.task_weights,
-            keep_weight=weight,
-        )
-        for weight in KEEP_WEIGHTS
-    ]
-    base, names = [merge.base_kept for merge in merges], short_names(solution.models)
-    kept = torch.stack([merge.kept for merge in merges])  # [weights, T]
-    rows = zip(map(plain_number, KEEP_WEIGHTS), base, kept.tolist(), strict=True)
+    same: dict[str, Any] = {"balance": solution.balance, "ridge": solution.ridge, "task_weights": solution.task_weights}
+    merges = [solution.statistics.solve(solution.level, keep_weight=weight, **same) for weight in KEEP_WEIGHTS]
+    base, weights = [merge.base_kept for merge in merges], list(map(plain_number, KEEP_WEIGHTS))
+    names, curves = short_names(solution.models), torch.stack([merge.kept for merge in merges]).T.tolist()
+    lines = [Line(name, base, curve) for name, curve in zip(names, curves, strict=True)]
+    lines[0] = replace(lines[0], notes=weights)  # the points of one κ are above each other
     return Chart(
         name=f"trade-{solution.level}",
-        title="What is gained of each expert against what is kept of the base model",
-        caption="Each point is a weight κ of the base model's prompts, the smallest on the left: "
-        f"{', '.join(map(plain_number, KEEP_WEIGHTS))}. At 100 % the merge changes nothing on these prompts, at 0 % as "
-        "much as one expert that is added whole.",
+        title="Kept of each expert against kept of the base model",
+        caption="The numbers beside the points are weights κ of the base model's prompts. On these prompts a merge "
+        "that keeps 1 changes nothing, and one that keeps 0 changes as much as one expert that is added whole.",
         picture=line_chart(
-            [Panel("", [Line(name, base, curve) for name, curve in zip(names, kept.T.tolist(), strict=True)])],
-            x_label="kept of the base model",
-            x_percent=True,
-            y_label="share kept",
-            y_percent=True,
-            y_range=(-1.0, 1.0),
+            [Panel("", lines)],
+            x_label="share kept of the base model",
+            y_label="share kept of the expert",
+            x_shares=True,
+            lowest=-1.0,
         ),
         table=Table(
-            ["κ", "the base model", *names], [[weight, *map(percent, [of_base, *row])] for weight, of_base, row in rows]
+            ["κ", "the base model", *names],
+            [[weight, *map(as_score, shares)] for weight, *shares in zip(weights, base, *curves, strict=True)],
         ),
     )
 
 
-def _alpha_chart(solution: Solution, ends: torch.Tensor) -> Chart:
-    """Figure 5 of the paper, ``Solution.plot``, with the ends [2, S, T] of the weights' intervals in its table."""
+def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
+    """Figure 5 of the paper, ``Solution.plot``, with the weights and their intervals in its table."""
     drawn = (
-        "The numbers have 90 % bootstrap intervals: these leave out the lowest and the highest 5 % of the weights that "
-        f"{DRAWS} draws of the samples, with replacement, give."
+        f" The table has 90 % intervals: of {DRAWS} bootstrap draws of the prompts, the lowest and the highest 5 % of "
+        "the weights are left out."
     )
     return Chart(
         name=f"alpha-{solution.level}",
         title="Merging weights by layer",
-        caption="Drawn like Figure 5 of the paper: at 1 the merge takes all of an expert's change, at 0 none of it. "
-        f"Weights below 0 are pink, weights above 1 are red. {'' if ends.isnan().any() else drawn}".rstrip(),
+        caption="At 1 the merge takes all of an expert's change, at 0 none of it." + drawn * ("(" in weights[0][0]),
         picture=Picture(solution.plot()),
-        table=_table(solution, _weights(solution, ends)),
+        table=_table(solution, weights),
     )
 
 
-def _weights(solution: Solution, ends: torch.Tensor) -> list[list[str]]:
-    """The merging weights [S, T] in words, with their intervals of the ``ends`` [2, S, T] where they are known."""
+def _weights(solution: Solution) -> list[list[str]]:
+    """The merging weights [S, T] in words, with their intervals where they are known."""
     return [
         [
             plain_number(weight) + ("" if math.isnan(low) else f" ({plain_number(low)} to {plain_number(high)})")
             for weight, low, high in zip(alpha.tolist(), *interval.tolist(), strict=True)
         ]
-        for alpha, interval in zip(solution.alpha.values(), ends.unbind(1), strict=True)
+        for alpha, interval in zip(solution.alpha.values(), intervals(solution).unbind(1), strict=True)
     ]
 
 

@@ -23,7 +23,7 @@ class Chart:
         title: what the picture shows, in a few words.
         caption: how to read the picture.
         picture: the picture, as SVG in the page and as PNG beside it.
-        table: the numbers in the picture, which stand below it.
+        table: the numbers in the picture, which unfold below it.
     """
 
     name: str
@@ -34,23 +34,14 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Section:
-    """A part of the page. Its own table is always visible; the tables of its charts unfold."""
-
-    title: str
-    paragraphs: Sequence[str] = ()
-    charts: Sequence[Chart] = ()
-    table: Table | None = None
-
-
-@dataclass(frozen=True)
 class Page:
-    """A page: its title, the sentences that it opens with, its sections, and facts about the measurement."""
+    """A page: its title, the sentences that it opens with, a table or charts, and facts about the measurement."""
 
     title: str
     verdict: Sequence[str]
     facts: Mapping[str, str]
-    sections: Sequence[Section]
+    charts: Sequence[Chart] = ()
+    table: Table | None = None
 
     def html(self) -> str:
         """The page as HTML. Jinja escapes every value, because names and paths come from other people's files."""
@@ -70,7 +61,7 @@ class Page:
         Returns:
             The page's path.
         """
-        for chart in (chart for section in self.sections for chart in section.charts):
+        for chart in self.charts:
             files.write(folder / f"{chart.name}.png", chart.picture.png())
         files.write(folder / name, self.html().encode())
         return folder / name

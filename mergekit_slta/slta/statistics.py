@@ -439,9 +439,7 @@ class Solution(Paragraphs):
                     Matrix(f"{kind_name(kind)}, {name}", weights.tolist(), members, columns)
                     for name, weights in zip(experts, grid.unbind(2), strict=True)
                 ]
-        return heat_map(
-            matrices, x_label="decoder layer", y_label="", value_label="merging weight α", limits=(0.0, 1.0)
-        ).figure
+        return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α").figure
 
     def to_json(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
         """The solution as JSON, undefined numbers as null, the standard errors of ``bootstrap`` as ``alpha_std``."""

@@ -209,7 +209,7 @@ def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
 def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Picture:
     """The means over the seeds by label, each in a band of their deviation."""
     lines = [Line(label, list(own), list(map(statistics.mean, own.values()))) for label, own in series.items()]
-    picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label, y_percent=True)
+    picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label)
     ax = picture.figure.axes[0]
     for line, drawn, own in zip(lines, ax.lines, series.values(), strict=True):
         errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in own.values()]

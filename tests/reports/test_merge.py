@@ -18,7 +18,7 @@ from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence,
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
-from mergekit_slta.words import percent, plain_number
+from mergekit_slta.words import as_score, plain_number
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
@@ -55,7 +55,7 @@ def trio(first_pair: float, others: float = 0.05) -> Statistics:
 
 def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
     powers = [0.1, 0.1, 0.5, 0.1]
-    share = percent(kept_share(powers))
+    share = as_score(kept_share(powers))
     said = f"keeps {share} of math's feature change and {share} of code's"
     assert kept_sentence(interfering(powers).solve("layer")) == f"At level layer, the merge {said}."
 
@@ -64,7 +64,7 @@ def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
     ("power", "said"),
     [
         (0.05, "These can be merged: weighted sums keep most of each expert's feature change."),
-        (0.5, "Both lose more than a quarter of the feature change: score the merge by mergekit-slta evaluate"),
+        (0.5, "Both lose more than a quarter of the feature change: score the merge with mergekit-slta evaluate"),
         (1.5, "Both lose most of the feature change: leave one of them out, or merge by featcal"),
     ],
 )
@@ -76,7 +76,7 @@ def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
 
 def test_the_verdict_names_the_pair_that_interferes_and_the_layers() -> None:
     measured = trio(0.9)
-    pair = percent(float(measured.select("math", "code").solve("layer").kept[0]))
+    pair = as_score(float(measured.select("math", "code").solve("layer").kept[0]))
     said = f"math and code interfere most in layers 2-3: a merge of these two alone keeps {pair} and {pair}."
     assert verdict(measured.solve("layer")).endswith(said)
     assert "interfere" not in verdict(trio(0.05).solve("layer"))
@@ -95,12 +95,14 @@ def test_the_base_models_own_task_is_said() -> None:
     info = synthetic.info(["math", "code"], ["layer"], 1, 4, keep=keep)
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
-    assert kept_sentence(solution).endswith(f" and {percent(solution.base_kept)} of the base model on its own task.")
+    assert kept_sentence(solution).endswith(f" and {as_score(solution.base_kept)} of the base model on its own task.")
     page = report_page(solution)
     assert page.facts["Base model's task"] == "chat.jsonl, weight 1"
-    (chart,) = next(section for section in page.sections if section.title == "Kept of the base model").charts
+    chart = page.charts[-1]
     assert [row[0] for row in chart.table.rows] == ["0", "0.1", "0.3", "1", "3", "10"]
-    assert list(chart.table.rows[3])[1:] == list(map(percent, [solution.base_kept, *solution.kept.tolist()]))
+    assert list(chart.table.rows[3])[1:] == list(map(as_score, [solution.base_kept, *solution.kept.tolist()]))
+    notes = [drawn.get_text() for drawn in chart.picture.figure.axes[0].texts]
+    assert notes == [row[0] for row in chart.table.rows]
 
 
 @pytest.mark.parametrize("level", ["model", "attn_mlp", "linear"])
@@ -115,14 +117,14 @@ def test_the_page_needs_nothing_else_and_its_tables_hold_the_solution(level: str
     assert_self_contained(text)
     elements = Elements(text)
     said = " ".join(elements.text.split())
-    meaning = "This is a share of feature change, not accuracy: an expert that keeps little may answer well"
-    assert 0 < said.index(verdict(solution)) < said.index(meaning) < said.index("Share kept")
+    meaning = "A share of feature change is not accuracy: an expert of which little is kept may answer well"
+    assert 0 < said.index(verdict(solution)) < said.index(meaning) < said.index("Measurement")
     pictures = {f"{chart}-{level}.png" for chart in ("retained", "alpha") if level != "model"}
     images = [attributes for tag, attributes in elements.found if tag == "img"]
     assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements.found)
     assert {file.name for file in (tmp_path / "new").iterdir()} == {"report.html", *pictures}
     for name, alpha in solution.alpha.items():
-        shares = [f"<td>{percent(share)}</td>" for share in solution.retained[name].tolist()]
+        shares = [f"<td>{as_score(share)}</td>" for share in solution.retained[name].tolist()]
         assert all(share in text for share in shares)
         assert all(f"<td>{plain_number(weight)} (" in text for weight in alpha.tolist())
         row = f'<th scope="row">{name}</th>{"".join(shares)}</tr>'
@@ -138,7 +140,7 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
     first, second, _ = report_page(statistics).verdict
     assert first == "It can be merged: weighted sums keep most of its feature change."
-    assert second == "At level attn_mlp, the merge keeps 100 % of math's feature change."
+    assert second == "At level attn_mlp, the merge keeps 1.00 of math's feature change."
     assert report(statistics, tmp_path).is_file()
 
 
@@ -146,10 +148,10 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
 def test_the_weights_have_one_picture_and_their_intervals_in_its_table(samples: int) -> None:
     """One sample per task gives no bootstrap interval."""
     solution = synthetic.statistics(levels=["attn_mlp"], samples=samples).solve()
-    charts = {chart.name: chart for section in report_page(solution).sections for chart in section.charts}
+    charts = {chart.name: chart for chart in report_page(solution).charts}
     assert list(charts) == ["retained-attn_mlp", "alpha-attn_mlp"]
     chart, ends = charts["alpha-attn_mlp"], intervals(solution)
-    assert ("90 % bootstrap interval" in chart.caption) == (samples > 1)
+    assert ("90 % intervals" in chart.caption) == (samples > 1)
     weights, low, high = (plain_number(float(values[0, 0])) for values in (solution.alpha["layer.0.attn"][None], *ends))
     assert chart.table.rows[0][1] == (f"{weights} ({low} to {high})" if samples > 1 else weights)
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from support.html_elements import Elements, assert_self_contained
 
 from mergekit_slta.figures import Matrix, heat_map
-from mergekit_slta.reports.page import Chart, Page, Section
+from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table
 
-PICTURE = heat_map([Matrix("", [[0.5]], ["a"], ["b"])], x_label="", y_label="", value_label="", limits=(0.0, 1.0))
+PICTURE = heat_map([Matrix("", [[0.5]], ["a"], ["b"])], x_label="", y_label="", value_label="")
 EVIL = "<script>alert('x')</script> & \"quotes\""
 
 
 def page(text: str) -> Page:
     table = Table([text, text], [[text, text]])
     chart = Chart("chart", text, text, PICTURE, table)
-    return Page(text, [text], {text: text}, [Section(text, [text], [chart], table)])
+    return Page(text, [text], {text: text}, [chart], table)
 
 
 def test_everything_is_escaped() -> None:

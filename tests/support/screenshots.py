@@ -2,9 +2,10 @@
 
     python tests/support/screenshots.py FOLDER [REAL]
 
-FOLDER is one that the quickstart filled: the report on its statistics is opened in a headless Chromium (apt-get install
-chromium). The figures of the gallery are drawn by the package, of merges of its models, in a minute or two; and of the
-experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in half an hour.
+FOLDER is one that the quickstart filled. Its models are merged by ``featcal``, and the report on that merge is opened
+in a headless Chromium (apt-get install chromium). The figures of the gallery are drawn by the package, of merges of
+these models, in a minute or two; and of the experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in
+half an hour.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from mergekit_slta.reports.linearity import write_linearity
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-WIDTH, HEIGHT = 1280, 1065  # of the picture of the page, which begins at its top
+WIDTH, HEIGHT = 1280, 770  # of the picture of the page, which begins at its top
 
 
 def main(folder: Path, real: Path | None = None) -> None:
     """Write the screenshot, and every figure of the gallery."""
     with tempfile.TemporaryDirectory() as temporary:
         out, statistics = Path(temporary), slta.Statistics.load(folder / "statistics.safetensors")
-        page, whole = slta.report(statistics, out), out / "whole.png"
+        os.chdir(folder)  # where the recipes' paths begin
+        data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
+        slta.merge(_recipe("./family/base", data, "featcal", report=str(out)), out / "merged", quiet=True)
+        page, whole = out / "featcal.html", out / "whole.png"
         browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         subprocess.run(
             [*browser, f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={whole}", page.as_uri()], check=True
@@ -37,8 +41,6 @@ def main(folder: Path, real: Path | None = None) -> None:
         with Image.open(whole) as shot:
             _save(shot, "report.png")
         whole.unlink()
-        os.chdir(folder)  # where the recipes' paths begin
-        data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
         _draw(out, "./family/base", data, data["./family/words"], statistics)
         if real is not None:
             os.chdir(real)
@@ -49,9 +51,10 @@ def main(folder: Path, real: Path | None = None) -> None:
                     _save(drawn, f"figures/{prefix}{figure.name}")
 
 
-def _recipe(base: str, data: dict[str, str]) -> slta.Recipe:
+def _recipe(base: str, data: dict[str, str], method: str = "slta", **parameters: str) -> slta.Recipe:
     models = [{"model": model, "parameters": {"calibration": file}} for model, file in data.items()]
-    return slta.Recipe({"merge_method": "slta", "base_model": base, "models": models, "dtype": "float32"})
+    content = {"merge_method": method, "base_model": base, "models": models, "parameters": parameters}
+    return slta.Recipe({**content, "dtype": "float32"})
 
 
 def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: slta.Statistics) -> None:
@@ -70,8 +73,6 @@ def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: sl
     slta.report(slta.measure(_recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
     write_linearity(slta.linearity(_recipe(base, data), quiet=True), out)
     (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
-    for number in range(2, len(data) + 1):
-        (out / f"distances-{number}.png").unlink()  # as that of the first expert
 
 
 def _draw_real(folder: Path, out: Path) -> None:
