@@ -66,7 +66,7 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
     content = keeping(family, weight=0.5, statistics=str(file))
     families.merge(content, tmp_path / "merged", write_model_card=True)
     card = (tmp_path / "merged" / "README.md").read_text()
-    assert re.search(r"\| Base model \| .*`task2\.jsonl`.*% \|", card)
+    assert re.search(r"\| Base model \| .*`task2\.jsonl`.*0\.\d\d \|", card)
     statistics = Statistics.load(file)
     assert statistics.info.keep is not None
     assert statistics.info.keep.source == family.data[2].name

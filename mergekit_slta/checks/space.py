@@ -24,7 +24,7 @@ from mergekit_slta.tables import as_size
 # What Python and the libraries take: 0.5 GB resident after a tiny merge on a CPU, and 0.75 GB beyond the formula at the
 # peak of an slta merge of three models of 0.07 billion parameters.
 LIBRARIES = 700_000_000
-SUMS = 5  # matrices of the widest map's inputs in float64, while a method solves it
+SUMS = 5  # matrices of the widest map's inputs in float32, while a method solves it
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.")  # the stack of layers, and a layer's number
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")
 
@@ -79,7 +79,7 @@ def _memory(experiment: Experiment) -> int:
     The merge holds a tensor of the base model, of the T experts and of the merged model in the recipe's ``dtype``. A
     method that runs models holds, before that, their largest layer in float32 (of a mixture one expert), the next one
     as it is stored, and the hidden states of all samples, ``featcal`` of two models. Of these the larger counts; a
-    method that solves matrices needs ``SUMS`` matrices of the widest one's inputs in float64 besides, and
+    method that solves matrices needs ``SUMS`` matrices of the widest one's inputs in float32 besides, and
     the libraries come on top.
     """
     recipe, settings = experiment.recipe, experiment.recipe.settings
@@ -88,7 +88,7 @@ def _memory(experiment: Experiment) -> int:
     stored = max(header.nbytes // header.count for header in tensors)  # bytes of a number
     dtype = _dtype(recipe.config.dtype)
     merging = models * (dtype.itemsize if dtype else stored) * max(header.count for header in tensors)
-    sums = 0 if isinstance(settings, SltaSettings) else 8 * SUMS * max(header.shape[-1] for header in tensors) ** 2
+    sums = 0 if isinstance(settings, SltaSettings) else 4 * SUMS * max(header.shape[-1] for header in tensors) ** 2
     if not isinstance(settings, CalibrationSettings):
         return LIBRARIES + merging + sums
     layers = _layers(base).values()

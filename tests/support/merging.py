@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support import actmat_reference, families, sftm_reference
 from support.copies import edited
 from support.families import Family
+from support.rounding import rounding
 from transformers import AutoConfig
 
 from mergekit_slta.layers.trace import trace
@@ -49,13 +50,14 @@ def stored(folder: Path) -> State:
 
 
 def wrong_tensors(found: State, expected: Callable[[str], torch.Tensor], names: Iterable[str]) -> list[str]:
-    """The tensors that differ from what they should be; by more than rounding to float32."""
+    """The tensors that differ from what they should be by more than float32 rounds their largest element."""
     assert found.keys() == set(names)
-    return [
-        name
-        for name in found
-        if not torch.allclose(found[name].double(), expected(name).double(), rtol=1e-5, atol=2e-6)
-    ]
+
+    def wrong(tensor: torch.Tensor, wanted: torch.Tensor) -> bool:
+        largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+        return not torch.allclose(tensor.double(), wanted, rtol=0, atol=rounding() * largest)
+
+    return [name for name, tensor in found.items() if wrong(tensor, expected(name).double())]
 
 
 def weighted(states: list[State], alpha: torch.Tensor, name: str) -> torch.Tensor:
