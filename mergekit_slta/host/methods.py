@@ -42,7 +42,8 @@ from mergekit_slta.recipe.settings import (
 from mergekit_slta.sftm.superpose import merge_task_matrices, trim
 from mergekit_slta.slta.lookup import solved, statistics_of_merge
 from mergekit_slta.slta.weights import TensorWeights
-from mergekit_slta.tables import as_percentage, short_names
+from mergekit_slta.tables import short_names
+from mergekit_slta.words import as_score
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
@@ -171,9 +172,9 @@ class SltaMerge(Merge):
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
-        kept = [f"{name} {as_percentage(share)}" for name, share in shares]
-        kept += [f"the base model on its prompts {as_percentage(self.solution.base_kept)}"] * self.solution.keeps_base
-        self.kept = f"Kept of each expert's change of the features: {', '.join(kept)}."
+        kept = [f"{name} {as_score(share)}" for name, share in shares]
+        kept += [f"the base model on its prompts {as_score(self.solution.base_kept)}"] * self.solution.keeps_base
+        self.kept = f"Share kept of each expert's feature change: {', '.join(kept)}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
@@ -201,10 +202,10 @@ class FeatcalMerge(Merge):
         errors, ridges = solved.measured()
         models = [published_name(task.reference) for task in experiment.recipe.tasks]
         names = [*short_names(models[: len(experiment.recipe.experts)]), "the base model"]
-        distances = [f"{name} {as_percentage(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
+        distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.kept = (
-            "Distance of the merge's features from each model's own after the last layer, on its prompts (0% is the "
-            f"model itself, lower is better): {', '.join(distances)}."
+            "Distance of the merge's features from each model's after the last layer, on the prompts of that model (0 "
+            f"is the model itself; lower is better): {', '.join(distances)}."
         )
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second

@@ -33,12 +33,10 @@ from mergekit_slta.tables import (
     Table,
     as_frame,
     as_json,
-    as_percentage,
     known_names,
     short_names,
-    without_sign_of_zero,
 )
-from mergekit_slta.words import counted, kind_name
+from mergekit_slta.words import as_score, counted, kind_name, plain_number
 
 if TYPE_CHECKING:
     import pandas
@@ -463,16 +461,16 @@ class Solution(Paragraphs):
         """
         columns = self.columns(errors)
         for name in short_names(self.models):
-            alpha = [f"{without_sign_of_zero(weight):.3f}" for weight in columns[f"alpha {name}"]]
+            alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
             pairs = zip(alpha, columns.pop(f"error {name}", [math.nan] * len(alpha)), strict=True)
             columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
         for title in (title for title in columns if title.startswith("keeps ")):
-            columns[title] = list(map(as_percentage, columns[title]))
-        columns["condition"] = ["-" if math.isnan(value) else f"{value:.3g}" for value in columns["condition"]]
+            columns[title] = list(map(as_score, columns[title]))
+        columns["condition"] = list(map(plain_number, columns["condition"]))
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         if len(rows) > 1:
             shares = [*self.kept.tolist(), *([self.base_kept] if self.keeps_base else [])]
-            rows.append(["all", *("-" for _ in self.models), *map(as_percentage, shares), "-"])
+            rows.append(["all", *("–" for _ in self.models), *map(as_score, shares), "–"])
         return Table(list(columns), rows)
 
     def notes(self) -> list[str]:
@@ -562,14 +560,16 @@ class Solution(Paragraphs):
             f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
         ]
         for index, (name, kept) in enumerate(zip(info.models, self.kept.tolist(), strict=True)):
-            share = "it changes nothing" if math.isnan(kept) else f"the merge keeps {kept:.1%} of its feature change"
+            share = (
+                "it changes nothing" if math.isnan(kept) else f"the merge keeps {as_score(kept)} of its feature change"
+            )
             lines.append(
                 f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
                 f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
             )
         if info.keep is not None:
             lines.append(
-                f"The merge keeps {as_percentage(self.base_kept)} of the base model on "
+                f"The merge keeps {as_score(self.base_kept)} of the base model on "
                 f"{int((task == len(info.models)).sum())} samples of its own, with weight {self.keep_weight:g}; "
                 f"sha256 {info.keep.sha256}."
             )
