@@ -71,7 +71,7 @@ DRIFT = 0.5
 # A routed expert's map is solved if this many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
-HEAD_ELEMENTS = 2**28
+HEAD_ELEMENTS = 2**26
 # In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
 ERRORS, RIDGES = "error.merged", "error.ridges"
 
