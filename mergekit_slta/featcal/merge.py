@@ -46,7 +46,7 @@ from typing import TypeVar
 import torch
 
 from mergekit_slta.actmat.covariance import covariance, merge_by_covariance
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
@@ -137,7 +137,7 @@ def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
 
 
 @dataclass
-class _FeatureMerge(Accumulator[Tensors]):
+class _FeatureMerge(LayerMethod[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``.
 
     Attributes:
