@@ -8,10 +8,9 @@ models first, `ActmatMerge` and `SftmMerge` merge tensor by tensor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -39,7 +38,7 @@ from mergekit_slta.recipe.settings import (
     SltaSettings,
     parameter_specs,
 )
-from mergekit_slta.sftm.superpose import merge_task_matrices, trim
+from mergekit_slta.sftm.superpose import superpose_task
 from mergekit_slta.slta.lookup import solved, statistics_of_merge
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import as_percentage, short_names
@@ -299,27 +298,6 @@ class ActmatMerge(DataFreeMerge):
             role = Role.OTHER
         weights = parameters["weight"].values_for(group.non_base)
         return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["scale"]
-
-
-def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
-    """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
-
-    A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
-    Sums need one task vector at a time, so ``tasks`` may be a generator.
-    """
-    if role in (Role.LINEAR, Role.TRANSPOSED):
-        stacks = list(tasks)
-        if stacks[0].ndim > 2:
-            return torch.stack(
-                [superpose_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)]
-            )
-        return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
-    trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
-    if role is Role.CONVOLUTION:
-        kernels = list(trimmed)
-        return merge_task_matrices([kernel.flatten(1) for kernel in kernels], rank).view_as(kernels[0])
-    total = functools.reduce(torch.add, trimmed)
-    return total / len(density) if role is Role.NORM else total
 
 
 class SftmMerge(DataFreeMerge):
