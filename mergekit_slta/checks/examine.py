@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_datase
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.solved import require_solvable
+from mergekit_slta.featcal.model import require_solvable
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation

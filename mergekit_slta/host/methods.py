@@ -23,7 +23,7 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.solved import SolvedModel, solve_model
+from mergekit_slta.featcal.model import SolvedModel, solve_model
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.models.checkpoint import is_finite

@@ -1,4 +1,9 @@
-"""Solve a recipe's feature merge into a folder of finished layers, from which mergekit reads the tensors."""
+"""A recipe's feature merge, from its start to its end.
+
+1. ``solve_model``, the start, loads the data and runs ``feature_merge`` (``merge.py``), which writes each solved layer
+   into a folder.
+2. ``SolvedModel.tensor``, the end, reads the tensors from that folder for mergekit.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +60,10 @@ class SolvedModel:
         self._layers = {name: layer for layer, names in layers for name in names.values()}
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
+        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers.
+
+        Where the checkpoint stores the tensor as the model has it, ``restore`` returns it as it was solved.
+        """
         piece = self.layout.pieces.get(name)
         if piece is None:
             return None
