@@ -167,6 +167,7 @@ class SltaMerge(Merge):
         experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
         statistics = statistics_of_merge(experiment, out / STATISTICS_OF_MERGE, partial)
         self.solution, self._weights = solved(experiment, statistics)
+        self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
@@ -177,7 +178,6 @@ class SltaMerge(Merge):
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
             self.page = write_report(settings.report, "report.html", report_page(self.solution))
-        self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         assert self.opened and self._weights is not None and group.base is not None and group.metadata.name
