@@ -88,9 +88,8 @@ def score_model(
             "library that runs whole models."
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    method = _Scoring(decoder, [checkpoint], tasks, Ranks(), groups)
     with layer_bar(doing, [checkpoint], len(decoder), sum(map(len, groups)), quiet) as progress:
-        scores = pass_layers(method, progress=progress)
+        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), progress=progress)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
 

@@ -62,7 +62,6 @@ from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logging.getLogger(__name__)
-
 MERGED, EXPERT = range(2)  # the streams
 
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
@@ -311,11 +310,7 @@ class _LayerMerge:
         return {**self.merged, **self._stacks}
 
     def solve(self, group: MapGroup, report: Progress) -> None:
-        """Solve the maps of ``group``, the first group that is not solved; ``report`` is told the samples used.
-
-        Unless they are a mixture's, the layer runs inside ``regression``, which takes one batch after the other from
-        ``_tokens``.
-        """
+        """Solve the first unsolved group; the layer runs inside ``regression``. ``report`` is told the samples used."""
         if group.fused:
             self._solve_routed(group, report)
         else:

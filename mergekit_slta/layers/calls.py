@@ -69,7 +69,7 @@ def embedding_tensors(decoder: Decoder) -> list[str]:
 def capture_calls(
     decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
 ) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
-    """Run everything before the first layer, and capture how the model calls each layer.
+    """Run everything before the first layer, and capture how the model calls each layer; raises what ``embed`` raises.
 
     Args:
         decoder: the model's decoder.
@@ -80,9 +80,6 @@ def capture_calls(
     Returns:
         The first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand
         on as in ``LayerForm``.
-
-    Raises:
-        SltaError: the layers need more than the hidden states of the layer before.
     """
     inputs: list[torch.Tensor] = []
     calls: list[LayerCall] = []

@@ -54,9 +54,7 @@ def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[
     if role in (Role.LINEAR, Role.TRANSPOSED):
         stacks = list(tasks)
         if stacks[0].ndim > 2:
-            return torch.stack(
-                [superpose_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)]
-            )
+            return torch.stack([superpose_task(role, parts, density, rank) for parts in zip(*stacks, strict=True)])
         return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
     trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
     if role is Role.CONVOLUTION:
