@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_datase
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.solved import require_solvable
+from mergekit_slta.featcal.model import require_solvable
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
@@ -199,7 +199,7 @@ def _data(experiment: Experiment) -> None:
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration]
     local = [task for task in tasks if not is_dataset(task.calibration)]
-    checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
+    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in tasks]
     checks.append(partial(require_calibration, recipe, statistics=measured))
     if file is not None and not measured:
         checks.append(partial(space.require_writable, f"The statistics file {file}", file))
@@ -211,7 +211,7 @@ def _data(experiment: Experiment) -> None:
         _fits(experiment, file, drawn)
 
 
-def _source(experiment: Experiment, task: Task) -> None:
+def _require_samples(experiment: Experiment, task: Task) -> None:
     """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, layer_bar, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, layer_bar, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
@@ -88,15 +88,14 @@ def score_model(
             "library that runs whole models."
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    accumulator = _Scoring(decoder, [checkpoint], tasks, Ranks(), groups)
     with layer_bar(doing, [checkpoint], len(decoder), sum(map(len, groups)), quiet) as progress:
-        scores = pass_layers(accumulator, progress=progress)
+        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), progress=progress)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
 
 
 @dataclass
-class _Scoring(Accumulator[dict[int, Score]]):
+class _Scoring(LayerMethod[dict[int, Score]]):
     """Each record's score, by its number among the records of all groups."""
 
     groups: Sequence[Group]

@@ -193,27 +193,6 @@ class Experiment:
 
     # Data
 
-    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
-        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
-        key = task, count or self.settings.samples
-        if key not in self.drawn:
-            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
-        return self.drawn[key]
-
-    def held_out(self, task: Task, count: int) -> CalibrationData:
-        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
-        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
-
-    def _source(self, task: Task, source: str) -> CalibrationSource:
-        if self.quiet and is_dataset(source):
-            import datasets  # slow to import, and most recipes name files
-
-            datasets.disable_progress_bars()
-        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
-        return CalibrationSource(
-            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
-        )
-
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
         if reference not in self._tokenizers:
@@ -252,13 +231,36 @@ class Experiment:
                 return self.tokenizer(self.recipe.base)
         return aligned.tokenizer
 
+    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
+        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
+        key = task, count or self.settings.samples
+        if key not in self.drawn:
+            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
+        return self.drawn[key]
+
+    def held_out(self, task: Task, count: int) -> CalibrationData:
+        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
+        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
+
+    def _source(self, task: Task, source: str) -> CalibrationSource:
+        if self.quiet and is_dataset(source):
+            import datasets  # slow to import, and most recipes name files
+
+            datasets.disable_progress_bars()
+        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
+        return CalibrationSource(
+            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
+        )
+
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.
+
+        The check of a recipe already draws those of local files, and the run takes them from ``drawn``.
 
         Raises:
             SltaError: sources give no samples, some that a model cannot read, or those of two experts are the same.
         """
-        data = all_of(functools.partial(self._readable, task, count) for task in tasks)
+        data = all_of(functools.partial(self._checked_samples, task, count) for task in tasks)
         seen: dict[str, Task] = {}
         refuse(
             f"'{other.calibration}' of {other} and '{task.calibration}' of {task} give the same tokens: give each "
@@ -268,8 +270,8 @@ class Experiment:
         )
         return data
 
-    def _readable(self, task: Task, count: int | None) -> CalibrationData:
-        """A task's samples, which the models that run on them can read."""
+    def _checked_samples(self, task: Task, count: int | None) -> CalibrationData:
+        """A task's ``samples``; an SltaError where a model that runs on them cannot read them."""
         base, drawn = self.model(self.recipe.base), self.samples(task, count)
         highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:

@@ -87,18 +87,18 @@ def measured_statistics(
         return statistics
     data, info, run = _described(experiment, asked)
     if file is None:
-        return _measured(experiment, info, data, asked, None)
+        return _run_models(experiment, info, data, asked, None)
     partial = Partial(partial_folder(file))
     with partial.held(ranks):
         partial.begin(run, ranks)
-        statistics = _measured(experiment, info, data, asked, partial, file)
+        statistics = _run_models(experiment, info, data, asked, partial, file)
         if ranks.first:
             partial.remove()
     return statistics
 
 
 def statistics_of_merge(experiment: Experiment, beside: Path, partial: Partial) -> Statistics:
-    """The statistics for a merge: of the recipe's file, or else of the file in the merge's output.
+    """The statistics for a merge: of the recipe's file, else of the file in the output, else from ``_run_models``.
 
     Args:
         experiment: the recipe.
@@ -119,7 +119,7 @@ def statistics_of_merge(experiment: Experiment, beside: Path, partial: Partial) 
         if (known := _still_fits(experiment, beside, info.files, asked)) is not None:
             _say_known(experiment, beside)
             return known
-    return _measured(experiment, info, data, asked, partial, file or beside)
+    return _run_models(experiment, info, data, asked, partial, file or beside)
 
 
 def _levels(experiment: Experiment, levels: str | Sequence[str] | None = None) -> list[str]:
@@ -192,7 +192,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     return replace(chosen, info=chosen.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])}))
 
 
-def _measured(
+def _run_models(
     experiment: Experiment,
     info: Info,
     data: Sequence[CalibrationData],

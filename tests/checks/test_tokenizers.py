@@ -24,7 +24,7 @@ from support.examining import (
 )
 from support.families import Family
 
-from mergekit_slta.featcal.solved import head_to_solve
+from mergekit_slta.featcal.model import head_to_solve
 from mergekit_slta.host import patches
 
 

@@ -24,7 +24,7 @@ from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.solved import SolvedModel
+from mergekit_slta.featcal.model import SolvedModel
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity.interpolation import Interpolation

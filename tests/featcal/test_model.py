@@ -25,9 +25,9 @@ from support.merging import counted
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import solved
-from mergekit_slta.featcal.solved import ANSWER_WEIGHT as W
-from mergekit_slta.featcal.solved import SolvedModel, solve_model, token_weights
+from mergekit_slta.featcal import model as module
+from mergekit_slta.featcal.model import ANSWER_WEIGHT as W
+from mergekit_slta.featcal.model import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
@@ -71,7 +71,7 @@ def equal(first: State, second: State) -> bool:
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each feature merge that is computed."""
-    return counted(monkeypatch, solved, "feature_merge")
+    return counted(monkeypatch, module, "feature_merge")
 
 
 # The folder
