@@ -177,8 +177,7 @@ class Comparison(Paragraphs):
         if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
             yield f"No gain to keep, because the expert is no better than the base model: {', '.join(idle)}."
         answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
-        weak = {name: share for name, share in answered.items() if share is not None and share < 0.5}
-        if weak:
+        if weak := {name: share for name, share in answered.items() if share is not None and share < 0.5}:
             yield (
                 "These experts give under half of their own task's short answers exactly: "
                 f"{', '.join(f'{name} ({as_score(share)})' for name, share in weak.items())}. Their prompts "

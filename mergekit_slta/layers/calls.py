@@ -134,9 +134,7 @@ def capture(
     elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
     if problem:
-        raise SltaError(
-            f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
-        )
+        raise SltaError(f"{decoder.name} {problem}, so no level applies: use 'merge_method: actmat'.")
     return inputs[0], calls, taken[-1]
 
 
@@ -308,8 +306,8 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     state.update(handed_on(of_type[types[0]], handed))
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
         raise SltaError(
-            f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
+            f"The layers of {decoder.name} pass something to later layers that mixes prompts, so no level applies: "
+            "use 'merge_method: actmat'."
         )
     shape = hidden.shape
     stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]

@@ -83,7 +83,7 @@ def trace_model(
     except Exception as error:  # a model's own code may raise anything
         raise SltaError(
             f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
+            "applies: use 'merge_method: actmat'."
         ) from error
 
 
@@ -110,7 +110,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
         kind = "is not a decoder-only language model"
     else:
         return
-    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")
+    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
 
 
 def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) -> torch.nn.ModuleList:
@@ -123,8 +123,8 @@ def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) ->
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return found[0]
     raise SltaError(
-        f"Cannot find the decoder layers of {type(model).__name__}: it has no single stack of them, so no level "
-        "applies to it; it can be merged with 'merge_method: actmat'."
+        f"{type(model).__name__} has no single stack of decoder layers, so no level applies: use 'merge_method: "
+        "actmat'."
     )
 
 

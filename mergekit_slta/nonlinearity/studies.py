@@ -163,8 +163,8 @@ class Plan:
     def __str__(self) -> str:
         calibrating = sum(map(len, self.tasks)) * len(self.models)
         return (
-            f"Linearity at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where calibrating on "
-            f"the same samples takes {calibrating}"
+            f"Linearity at {', '.join(self.levels)} takes {self.passes} forward passes of one prompt; calibration on "
+            f"the same prompts takes {calibrating}"
         )
 
     def measure(self, quiet: bool = True) -> Linearity:

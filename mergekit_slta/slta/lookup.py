@@ -152,7 +152,7 @@ def _described(experiment: Experiment, levels: Sequence[str]) -> tuple[list[Cali
 
 def _say_known(experiment: Experiment, source: str | Path) -> None:
     if not experiment.quiet:
-        click.echo(f"Note: nothing is measured, because {source} holds the statistics of this recipe.", err=True)
+        click.echo(f"Note: {source} already holds the statistics of this recipe, so nothing is measured.", err=True)
 
 
 def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequence[str]) -> Statistics | None:
@@ -293,17 +293,17 @@ def match(
         elif content is not None:
             problems.append(
                 f"The expert {expert} is not one of the models that {path} was measured on "
-                f"({', '.join(info.models)}; other content): use those, or measure into another file."
+                f"({', '.join(info.models)}), because its content differs: use those, or measure into another file."
             )
     if recipe.keep and info.keep is None:
         problems.append(
-            f"{path} was measured without prompts of the base model, which the recipe lists with its own: measure into "
-            "another file, or leave the base model out of 'models'."
+            f"{path} was measured without prompts of the base model, but the recipe gives some: measure into another "
+            "file, or leave the base model out of 'models'."
         )
     if all(task.calibration for task in recipe.tasks):
         settings = [
             f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with "
-            f"{getattr(info, name)}: set that value, or measure into another file."
+            f"{getattr(info, name)}: set this value, or measure into another file."
             for name in ("samples", "max_tokens", "seed")
             if getattr(recipe.settings, name) != getattr(info, name)
         ]
@@ -311,8 +311,8 @@ def match(
         known = [None if index is None else info.calibration[index] for index in order]
         problems += settings or [
             f"The calibration data '{task.calibration}' of {task} gives other tokens than "
-            f"'{measured.source}', on which {path} was measured: use that data, leave 'calibration' "
-            "out to use the file as it is, or measure into another file."
+            f"'{measured.source}', on which {path} was measured: use the same prompts, leave "
+            "'calibration' out to use the file as it is, or measure into another file."
             for task, measured, samples in zip(recipe.tasks, [*known, info.keep], data, strict=False)
             if measured is not None and samples is not None and samples.sha256 != measured.sha256
         ]
@@ -335,13 +335,13 @@ def _base_problems(info: Info, path: Path, name: str, base: BaseContent) -> Iter
     changed = sorted(name for name in names if known.config.get(name) != base.config.get(name))
     if known.tensors != base.tensors:
         yield (
-            f"The base model {name} is not the one that {path} was measured on ('{info.base_model}', "
-            "other content): use that base model or other statistics."
+            f"The base model {name} is not the one that {path} was measured on ('{info.base_model}'), "
+            "because its content differs: use that base model or other statistics."
         )
     elif changed:
         yield (
-            f"The configuration of the base model {name} is not the one that {path} was measured with (other "
-            f"{', '.join(changed)}): change it back, or measure into another file."
+            f"The configuration of the base model {name} is not the one that {path} was measured with "
+            f"(different {', '.join(changed)}): change it back, or measure into another file."
         )
 
 

@@ -321,5 +321,5 @@ def test_no_folder_and_no_records_are_refused(paired: Family) -> None:
 
 def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
-    with pytest.raises(SltaError, match="knows only 4 tokens"):
+    with pytest.raises(SltaError, match="has only 4 tokens"):
         evaluate(recipe_of(paired), tmp_path, quiet=True)
