@@ -68,17 +68,17 @@ def ask(
 ) -> Path:
     """Write a model's own answers to prompts, always the likeliest next token, as calibration data.
 
-    The whole model is in memory, in the type that it is stored in. A run that was killed goes on where it ended. What
-    is cut off, empty or skipped is counted and logged.
+    The whole model is in memory, in the type that it is stored in. A run that was killed resumes where it ended. The
+    numbers of answers that are cut off or empty, and of skipped prompts, are logged.
 
     Args:
-        model: a folder or a Hub id; an adapter behind its base model, ``BASE+ADAPTER``.
-        out: the ``.jsonl`` file to write, of records with ``messages``, or with ``prompt`` and ``completion`` if the
+        model: a folder or a Hub id; an adapter after its base model, ``BASE+ADAPTER``.
+        out: the ``.jsonl`` file to write, of rows with ``messages``, or with ``prompt`` and ``completion`` if the
             model has no chat template; also with ``text`` where its template would write something else.
-        prompts: a file or dataset, as ``calibration`` takes it, whose answers are left out; by default the general
-            prompts that come with the package.
-        topics: which of the general prompts; all by default.
-        samples: how many prompts, if there are so many.
+        prompts: a file or dataset in a form that ``calibration`` takes, whose answers are ignored; by default the
+            general prompts that come with the package.
+        topics: the topics of the general prompts; by default all.
+        samples: the most prompts to answer.
         max_new_tokens: the most tokens of an answer.
         options: see ``Options``.
 
@@ -86,7 +86,7 @@ def ask(
         The path of the file.
 
     Raises:
-        SltaError: the file is there already, the model or the prompts cannot be used, or no prompt is answered.
+        SltaError: the file already exists, the model or the prompts cannot be used, or no prompt is answered.
     """
     path, limit = files.new_file(out, ".jsonl"), whole_number("max_new_tokens", max_new_tokens)
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})

@@ -75,7 +75,7 @@ def check(
     out_path: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> Findings:
-    """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
+    """Find everything that is wrong with a recipe, from configurations, file headers and prompts; read no tensors.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
@@ -293,7 +293,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
 
 
 def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
-    """Say that calibration leaves a task no record for ``evaluate``, or what is wrong with its test data.
+    """Say that calibration leaves a task no prompt for ``evaluate``, or what is wrong with its test data.
 
     No merge needs these, so they are no problem. Datasets are not downloaded.
     """

@@ -94,7 +94,7 @@ def publish(
 
     Args:
         merged: the folder that the merge was written to.
-        repository: ``ORG/NAME``; it is made if it is not there.
+        repository: ``ORG/NAME``; it is created if it does not exist.
         private: make it private; by default the organization's setting decides. An existing repository keeps its own.
         dry_run: check, and say what would be uploaded, but write and upload nothing.
         trust_remote_code: run the Python code that comes with the model.

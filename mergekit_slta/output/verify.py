@@ -65,7 +65,7 @@ def verify(
     merged: str | os.PathLike[str],
     **options: Unpack[Options],
 ) -> Verification:
-    """Re-read a merged model tensor by tensor, and say whether programs can use it.
+    """Re-read a merged model tensor by tensor, and check that programs can use it.
 
     Its tensors must have the names and shapes of the base model's checkpoint and the recipe's data type, and their
     values be finite. Then transformers loads the folder without its weights, and the base model's other tensors and

@@ -156,11 +156,11 @@ out_dtype: bfloat16     # ... and round once, to this one
 def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calibration: Sequence[str] = ()) -> str:
     """Write a recipe with comments that say what there is to fill in and to choose.
 
-    It keeps what the base model does on prompts, unless only several experts have a calibration source.
+    The merge keeps the base model's abilities, unless only several experts have a calibration source.
 
     Args:
         base: the base model, a folder or a Hub id.
-        experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``. A folder that is
+        experts: the experts, folders or Hub ids; an adapter after its base model, ``BASE+ADAPTER``. A folder that is
             there is written with a leading ``./``, which mergekit does not look up on the Hub.
         method: one of ``METHODS``.
         calibration: the experts' calibration sources in their order, and after them that of the base model, if any.

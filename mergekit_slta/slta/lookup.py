@@ -48,11 +48,10 @@ def measure(
     path: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> Statistics:
-    """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
+    """Measure the Gram matrices that the closed form needs, of a recipe's models on its prompts.
 
-    A file at ``path`` is used if it fits, and written if it is not there; then an interrupted measurement is resumed.
-    It takes about one forward pass of each model per sample, in float32, with one decoder layer of each model in
-    memory.
+    A fitting file at ``path`` is used; otherwise the file is written, and an interrupted measurement resumes. Measuring
+    takes about one forward pass of each model per prompt, in float32, with one decoder layer of each model in memory.
 
     Args:
         recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data, or its file.
@@ -62,7 +61,7 @@ def measure(
         options: see ``Options``.
 
     Returns:
-        Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
+        Per submodule the Gram matrices [N, T, T] float64 of N prompts and T experts, in the recipe's order.
 
     Raises:
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.

@@ -51,13 +51,13 @@ ILL_CONDITIONED = 1e6
 
 @dataclass(frozen=True, repr=False)
 class Statistics(Paragraphs):
-    """Per-sample Gram matrices of every submodule, with the metadata of their measurement.
+    """Per-prompt Gram matrices of every submodule, with the metadata of their measurement.
 
     Attributes:
         grams: submodule name to [N, T, T] float64.
-        task: [N] int64, the index of the task that the sample came from; task t is that of expert t, task T the base
+        task: [N] int64, the index of the task that the prompt came from; task t is that of expert t, task T the base
             model's, if it has one.
-        tokens: [N] int64, the number of tokens of the sample.
+        tokens: [N] int64, the number of tokens of the prompt.
         info: the file's metadata.
         paths: where ``measure`` found the models, by their names in ``info``; not in the file, so empty after ``load``.
     """
@@ -70,7 +70,7 @@ class Statistics(Paragraphs):
 
     @property
     def summary(self) -> str:
-        """How many samples, tasks, tokens and submodules were measured."""
+        """How many prompts, tasks, tokens and submodules were measured."""
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
         drawn = f"{counted(len(self.task), 'prompt')} of {counted(int(self.task.max()) + 1, 'task')}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"

@@ -117,7 +117,7 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost)] if lost > 0 else [None] * 3
     assert [score.kept for score in merged] == kept
     assert base.exact in (1.0, None)  # of the answers that the base model gives
-    assert "The base model's own task: a model that does as well as the base model keeps 1" in str(found)
+    assert "The base model's own task: a model keeps 1 if its likelihood is" in str(found)
     assert json.loads(found.to_json())["tasks"]["base model"]["records"] == 4
 
 
