@@ -143,16 +143,16 @@ def require_writable(what: str, path: Path) -> None:
     """Refuse a path that cannot be created, because the nearest path above that exists is no writable folder."""
     nearest = _nearest_path(path)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise SltaError(f"{what} cannot be created: {nearest} is not a writable folder, name another.")
+        raise SltaError(f"{what} cannot be created: {nearest} is not a writable folder; name another folder.")
 
 
 def not_overwritten(models: Iterable[Model], out: Path) -> None:
     """Refuse to write the merged model into the folder of a model that it is made of, or of any adapter."""
     if (out / ADAPTER_CONFIG).exists():
-        raise SltaError(f"{out} is the folder of an adapter, which transformers would add to the merge: name another.")
+        raise SltaError(f"{out} holds an adapter, which transformers would add to the merge: name another folder.")
     for model in models:
         if model.folder is not None and out.exists() and model.folder.samefile(out):
-            raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another.")
+            raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another folder.")
 
 
 def room(experiment: Experiment, out: Path | None) -> None:

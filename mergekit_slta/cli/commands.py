@@ -162,8 +162,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
         finished = path.is_file()
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
-        state = "already fits and is unchanged" if finished else "written"
-        click.echo(f"{path} {state}: {as_size(path.stat().st_size)}, {statistics.summary}")
+        state = "" if finished and not experiment.quiet else " already fits" if finished else " written"
+        click.echo(f"{path}{state}: {as_size(path.stat().st_size)}, {statistics.summary}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
@@ -176,13 +176,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option(
     "--keep-weight", type=click.FloatRange(min=0), metavar="κ", help="How much the base model's prompts count."
 )
-@click.option(
-    "--ridge",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="The pull of the weights towards zero.",
-)
+@click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="The pull towards zero.")
 @click.option("--balance/--no-balance", default=True, show_default=True, help="Give every prompt the same influence.")
 @click.option("--samples", type=COUNT, metavar="K", help="Use only the first K prompts of each task.")
 @click.option(

@@ -125,14 +125,14 @@ def pass_layers(
         try:
             return _run(method, positions, partial, report)
         except torch.OutOfMemoryError as error:
-            fix = "run one process alone, which takes fewer" if method.ranks.count > 1 else "lower 'max_tokens'"
+            fix = "run a single process, which needs fewer" if method.ranks.count > 1 else "lower 'max_tokens'"
             if method.ranks.count > 1 or positions <= longest:
                 raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {device}: {fix}; if that does "
-                    "not help, the layers themselves are too large for it."
+                    f"{positions} token positions at once do not fit into the memory of {device}: {fix}. If that does "
+                    "not help, the layers themselves are too large."
                 ) from error
         positions //= 2
-        LOG.warning("Out of memory on %s: beginning again with %d token positions at once", device, positions)
+        LOG.warning("Out of memory on %s: restarting with %d token positions at once", device, positions)
         progress(-sum(steps))
         gc.collect()  # not above, where the error still holds what the run had in memory
         if device.type == "cuda":

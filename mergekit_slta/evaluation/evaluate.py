@@ -33,7 +33,7 @@ class TaskScore:
     """How a model does a task.
 
     Attributes:
-        exact: the share of the short answers that greedy decoding gives; None where no record has one.
+        exact: the share of the short answers that greedy decoding gives; None where no prompt has one.
         lost: how many short answers the task's expert gives (on the base model's own task, the base model), and this
             model does not.
         gained: how many short answers this model gives, and the task's expert does not.
@@ -57,8 +57,8 @@ class TaskComparison:
 
     Attributes:
         model: the expert, or the base model.
-        records: how many held-out records were used.
-        known: how many of them show where their answer begins; of the others all tokens are predicted.
+        records: how many held-out prompts were used.
+        known: how many of them have a known answer; of the others all tokens are predicted.
         answers: how many have a short answer, of at most ``SHORT_ANSWER`` tokens; on the base model's own task, only
             those count that the base model gives.
         forms: how many answers have a form: they close ``</think>``, are JSON, or a special token ends them.
@@ -81,7 +81,7 @@ class Comparison(Paragraphs):
 
     Attributes:
         tasks: by the short names of the experts, in the recipe's order; then the base model's own, if it has one.
-        unscored: the tasks without a record to score, by the same names.
+        unscored: the tasks without a prompt to score, by the same names.
     """
 
     tasks: dict[str, TaskComparison]
@@ -167,9 +167,9 @@ class Comparison(Paragraphs):
             yield f"Not scored, because all prompts calibrate: {enumerated(self.unscored)}. {MORE}"
         if keep := self.tasks.get(KEEP):
             yield (
-                "The base model's own task: a model that does as well as the base model keeps 1, and one that does as "
-                "well as the experts' mean keeps 0. Lost and gained answers compare with the base model, and the share "
-                "of short answers counts only those that the base model gives."
+                "The base model's own task: a model keeps 1 if its likelihood is the base model's, and 0 if it is the "
+                "experts' mean. Lost and gained answers compare with the base model, and the share of short answers "
+                "counts only those that the base model gives."
             )
             if keep.scores[BASE].kept is None:
                 yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
@@ -177,8 +177,7 @@ class Comparison(Paragraphs):
         if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
             yield f"No gain to keep, because the expert is no better than the base model: {', '.join(idle)}."
         answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
-        weak = {name: share for name, share in answered.items() if share is not None and share < 0.5}
-        if weak:
+        if weak := {name: share for name, share in answered.items() if share is not None and share < 0.5}:
             yield (
                 "These experts give under half of their own task's short answers exactly: "
                 f"{', '.join(f'{name} ({as_score(share)})' for name, share in weak.items())}. Their prompts "
@@ -198,24 +197,24 @@ def evaluate(
     samples: int | SupportsIndex = 100,
     **options: Unpack[Options],
 ) -> Comparison:
-    """Rank merged models, the base model and the experts by how they do every task.
+    """Rank merged models, the base model and the experts by their answers on each task.
 
-    The records are those of ``evaluation``, or else the next ones of each calibration source, cut as calibration cuts
-    them and tokenized by the base model's tokenizer for all models. Each model is run once, in float32, with one
-    decoder layer in memory.
+    The prompts are those of ``evaluation``, or else the next ones of each calibration source, cut at ``max_tokens`` and
+    tokenized with the base model's tokenizer for all models. Each model is run once, in float32, with one decoder layer
+    in memory.
 
     Args:
-        recipe: the merges' recipe, of any method that gives ``calibration`` for the experts, or its file; for one that
-            is opened already there are no options.
+        recipe: a recipe of any method, or its file, with ``calibration`` for each expert; an opened one takes no
+            options.
         merged: the folder that a merge was written to, or several.
-        samples: how many records per task.
+        samples: the most prompts of each task.
         options: see ``Options``.
 
     Returns:
         The scores of all models on each task; printed, it is tables.
 
     Raises:
-        SltaError: an expert has no calibration source, no task has a record left, or a model cannot be run by layers.
+        SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
     """
     given = recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe))
     experiment = opened(given, options)

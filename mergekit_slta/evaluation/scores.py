@@ -78,8 +78,8 @@ def score_model(
     highest = max(token for group in groups for sample in group for token in sample.token_ids)
     if highest >= (vocabulary := checkpoint.config.get_text_config().vocab_size):
         raise SltaError(
-            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} "
-            "tokens: only models with the base model's vocabulary can be compared."
+            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} has only {vocabulary} "
+            "tokens: compare only models with the base model's vocabulary."
         )
     decoder = trace(checkpoint.config, checkpoint.trust_remote_code, device)
     if decoder.tail_problem:

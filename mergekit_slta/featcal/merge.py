@@ -244,7 +244,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
             tasks = (self._head_tokens(head, task, part, streams, report) for task in range(len(self.owners)))
             change = self.regression(head.matrix(anchor)[part], tasks, ridge, streams.tokens).solve()
             if change.ridge is None:
-                LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")
+                LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
                 return {}
             ridge = change.ridge  # the choice of the first part holds for the whole head
             solved[head.weight][part] += change.matrix
@@ -317,7 +317,7 @@ class _LayerMerge:
             tasks = [self._tokens(group, task, report) for task in range(len(self.owners))]
             self._solve(group.maps, tasks, self.streams.tokens)
         if self._kept:
-            LOG.warning("Layer %d: %s keep the anchor's weights", self.layer, ", ".join(self._kept))
+            LOG.warning("Layer %d: %s stay actmat's merge", self.layer, ", ".join(self._kept))
             self._kept = []
 
     def _tokens(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:

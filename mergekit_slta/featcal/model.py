@@ -107,7 +107,7 @@ def head_to_solve(experiment: Experiment) -> LinearMap | None:
         return None
     why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
     if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
-        why = "mergekit changes its rows to those of the recipe's 'tokenizer'"
+        why = "mergekit reorders its rows for the recipe's 'tokenizer'"
     if why:
         LOG.warning("The output head stays the experts' mean, because %s.", why)
     return None if why else head

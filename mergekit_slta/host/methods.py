@@ -94,8 +94,8 @@ class Merge:
         """
         if self.experiment is None:
             raise SltaError(
-                f"'{self.spec.name}' measures whole models before it merges their tensors: run it by mergekit-yaml or "
-                "mergekit's run_merge, on model folders or Hub ids."
+                f"'{self.spec.name}' measures whole models before it merges their tensors: run it with "
+                "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
             )
         return self.experiment
 
@@ -342,11 +342,11 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     if damaged:
         return SltaError(
             f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound "
-            "copy, or set 'dtype: float32' if the recipe's is too small for them."
+            "copy, or set 'dtype: float32' if the recipe's type cannot hold its values."
         )
     return SltaError(
         f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "
-        "models' are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
+        "models' tensors are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
     )
 
 

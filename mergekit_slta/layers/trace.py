@@ -92,7 +92,7 @@ def trace_model(
     except Exception as error:  # a model's own code may raise anything
         raise SltaError(
             f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
+            "applies: use 'merge_method: actmat'."
         ) from error
 
 
@@ -119,7 +119,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
         kind = "is not a decoder-only language model"
     else:
         return
-    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")
+    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
 
 
 def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) -> torch.nn.ModuleList:
@@ -132,8 +132,8 @@ def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) ->
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return found[0]
     raise SltaError(
-        f"Cannot find the decoder layers of {type(model).__name__}: it has no single stack of them, so no level "
-        "applies to it; it can be merged with 'merge_method: actmat'."
+        f"{type(model).__name__} has no single stack of decoder layers, so no level applies: use 'merge_method: "
+        "actmat'."
     )
 
 
@@ -205,8 +205,8 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     state.update(handed_on(of_type[types[0]], handed))
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
         raise SltaError(
-            f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
+            f"The layers of {decoder.name} pass something to later layers that mixes prompts, so no level applies: "
+            "use 'merge_method: actmat'."
         )
     shape = hidden.shape
     stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]

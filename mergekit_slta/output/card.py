@@ -109,8 +109,8 @@ def _section(recipe: Recipe, solution: Solution | None) -> str:
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
         again = (
-            f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
-            "parameters, leave `calibration` out, and no data are needed."
+            f"`{STATISTICS_OF_MERGE}` holds the measurement. To merge again without prompts, name that file under "
+            "`statistics` among the recipe's parameters, and leave `calibration` out."
         )
     option = adapter_option(recipe.references)
     return "\n\n".join(

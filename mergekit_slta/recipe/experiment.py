@@ -277,7 +277,7 @@ class Experiment:
         if highest >= base.vocabulary:
             raise SltaError(
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
-                "embeddings: put the tokenizer that it was trained with into its folder."
+                "embeddings: put the model's original tokenizer into its folder."
             )
         if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
             raise SltaError(
@@ -290,7 +290,7 @@ class Experiment:
         most = getattr(self.decoder.model.config.get_text_config(), "max_position_embeddings", None) or longest
         if longest > most and max(rows, default=0) >= most:  # a smaller table is of segments, and rotations need none
             raise SltaError(
-                f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {most} "
+                f"Calibration source {drawn.source!r} has prompts of {longest} tokens, but {base} has {most} "
                 f"positions: set 'max_tokens: {most}' or less."
             )
         return drawn

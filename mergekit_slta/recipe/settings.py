@@ -87,7 +87,7 @@ class CalibrationSettings(MethodSettings):
 class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
     in_words: ClassVar[str] = (
-        "every submodule gets one merging weight for each expert, solved in closed form from a few samples of the "
+        "every submodule gets one merging weight for each expert, solved in closed form from a few prompts of the "
         "expert's task."
     )
     level: Level = Field(
@@ -106,7 +106,7 @@ class FeatcalSettings(CalibrationSettings):
     method: ClassVar[str] = "featcal"
     in_words: ClassVar[str] = (
         "every linear map is solved by least squares, layer by layer, so that its outputs are near those of each "
-        "expert on a few samples of the expert's task."
+        "expert on a few prompts of the expert's task."
     )
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
@@ -128,7 +128,7 @@ class ActmatSettings(MethodSettings):
 
     method: ClassVar[str] = "actmat"
     in_words: ClassVar[str] = (
-        "every linear map is solved by least squares without data, the experts' own changes standing in for the inputs."
+        "every linear map is solved by least squares without prompts; the experts' changes stand in for the inputs."
     )
     expert: ClassVar[type[Parameters]] = ActmatExpert
     ridge: Ridge = Field(default=0.1, description="pulls every matrix towards the experts' mean; at least 0")
@@ -147,7 +147,7 @@ class SftmSettings(MethodSettings):
     """The parameters of ``merge_method: sftm``, which may differ between tensors."""
 
     method: ClassVar[str] = "sftm"
-    in_words: ClassVar[str] = "the singular features of every expert's change are kept in every matrix, without data."
+    in_words: ClassVar[str] = "every matrix keeps the singular features of every expert's change, without prompts."
     expert: ClassVar[type[Parameters]] = SftmExpert
     lambda_: FiniteFloat = Field(
         default=0.6, alias="lambda", description="the scaling factor γ of the merged task matrices"

@@ -63,12 +63,12 @@ def verdict(result: Linearity) -> str:
         fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
         advice = (
             f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to the weights: "
-            f"leave {them} out, or merge by featcal, which needs no proportion."
+            f"leave {them} out, or merge with featcal, which does not need this."
         )
     else:
         advice = (
-            f"At level {level}, features change nearly in proportion to the weights, as merging weights need it. That "
-            "says nothing of the answers that survive a merge: merge by featcal, and compare slta with it by "
+            f"At level {level}, features change nearly in proportion to the weights, which merging weights need. This "
+            "does not predict the answers that a merge keeps: merge with featcal, and compare slta with it by running "
             "mergekit-slta evaluate."
         )
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))

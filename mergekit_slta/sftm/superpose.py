@@ -223,7 +223,7 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     if growth > GROWTH:
         LOG.warning(
             "A merged task matrix of shape %s is %.0f times as large as the largest of its experts': their singular "
-            "features nearly coincide and contradict each other, as of two versions of one expert",
+            "features nearly coincide and contradict each other; the experts may be versions of one model",
             tuple(merged.shape),
             growth,
         )

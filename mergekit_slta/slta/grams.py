@@ -64,8 +64,8 @@ def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
         finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
         if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
             raise SltaError(
-                f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
-                "overflow float32, leave the model out or get a sound copy."
+                f"The features of {', '.join(broken)} at {name} are not finite: they overflow float32, "
+                "because the model's tensors are too large. Leave the model out, or get a sound copy."
             )
     return grams
 

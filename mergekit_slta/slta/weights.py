@@ -48,7 +48,7 @@ class TensorWeights:
         self._parts = list(map(Parts.of, names))
         if missing := [name for inside in names for name in inside if name not in solutions]:
             raise SltaError(
-                f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they are of "
+                f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they belong to "
                 "another version or another model, so measure again into another file."
             )
 

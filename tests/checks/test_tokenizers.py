@@ -121,7 +121,7 @@ def test_a_head_that_mergekit_gives_other_rows_stays_the_mean(
     patches.install()
     merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
-    assert caplog.text.count("because mergekit changes its rows to those of the recipe's 'tokenizer'") == 1
+    assert caplog.text.count("because mergekit reorders its rows for the recipe's 'tokenizer'") == 1
 
 
 def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:
