@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from mergekit_slta.words import plain_number
 
@@ -213,6 +213,7 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         if logarithmic:
             ax.set_xscale("log")
             ax.set_xlim(left=min(means) / 2)
+            ax.xaxis.set_major_locator(LogLocator(numticks=7))  # labels of more decades overlap
             ax.xaxis.set_major_formatter("{x:g}")
             ax.xaxis.set_minor_formatter("")
         else:

@@ -58,7 +58,7 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
     means, deviations = [row["mean"] for row in rows], [row.get("deviation", np.nan) for row in rows]
     drawn = ax.barh(labels, means, color=colours, height=0.7, xerr=deviations, error_kw={"elinewidth": 1, "capsize": 3})
     said = [
-        _number(row["mean"]) + (f" ± {row['deviation']:.1g}" if "deviation" in row else "") + row.get("note", "")
+        _number(row["mean"]) + (f" ± {_number(row['deviation'])}" if "deviation" in row else "") + row.get("note", "")
         for row in rows
     ]
     ax.bar_label(drawn, said, padding=5, fontsize=9)

@@ -11,7 +11,7 @@ each task; the share of the experts' gain in exact matches over the base model t
 the perplexity on ordinary English text (Python's own documentation), and the share of checkable instructions that are
 followed. ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by the beginning of their
 name. Drawn beside the tables, with the deviation between the seeds: exact matches by the number of prompts,
-``prompts-3.png`` for three experts, and the gain that is kept by the number of experts, ``experts.png``.
+``prompts-3.png`` for three experts, and by the number of experts, ``experts.png``.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _by_prompts(tables: Sequence[Table]) -> Picture:
         name: {count: [table[label]["exact match"] for table in tables] for count, label in labels.items()}
         for name, labels in lines.items()
     }
-    picture = _chart(series, "calibration prompts per task", "exact match")
+    picture = _chart(series, "calibration prompts per task", "right answers")
     ax = picture.figure.axes[0]
     ax.set_xscale("log")
     ax.set_xticks(PROMPTS, list(map(str, PROMPTS)))
@@ -197,13 +197,13 @@ def _by_prompts(tables: Sequence[Table]) -> Picture:
 
 
 def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
-    """The share of the experts' gain that each merge keeps, by the number of experts."""
+    """Exact matches of each merge, by the number of experts."""
     labels = [label for label in next(iter(measured.values()))[0] if label not in ("base", "experts")]
     series = {
-        label: {count: [table[label]["gain kept"] for table in tables] for count, tables in measured.items()}
+        label: {count: [table[label]["exact match"] for table in tables] for count, tables in measured.items()}
         for label in labels
     }
-    return _chart(series, "experts", "gain kept")
+    return _chart(series, "experts", "right answers")
 
 
 def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Picture:

@@ -41,6 +41,7 @@ def main(folder: Path, real: Path | None = None) -> None:
         with Image.open(whole) as shot:
             _save(shot, "report.png")
         whole.unlink()
+        (out / "drift.png").unlink()  # the page shows it
         _draw(out, "./family/base", data, data["./family/words"], statistics)
         if real is not None:
             os.chdir(real)
@@ -83,7 +84,7 @@ def _draw_real(folder: Path, out: Path) -> None:
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
     statistics = slta.measure(_recipe("../base", data), quiet=True)
     _draw(out, "../base", data, "../base.jsonl", statistics)
-    (out / "distances-1.png").unlink()  # as that of the tiny expert
+    (out / "distances.png").unlink()  # as that of the tiny expert
 
 
 def _save(picture: Image.Image, name: str) -> None:
