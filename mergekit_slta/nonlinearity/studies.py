@@ -171,7 +171,7 @@ class Plan:
         """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``.
 
         Raises:
-            SltaError: a level does not apply to the models, or one sample does not fit into memory.
+            SltaError: a level does not apply to the models, or one prompt does not fit into memory.
         """
         layers = range(len(self.decoder))
         result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
@@ -216,7 +216,7 @@ def linearity(
 
     Raises:
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
-            the models, or one sample does not fit into memory.
+            the models, or one prompt does not fit into memory.
     """
     experiment = opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS

@@ -69,7 +69,7 @@ def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
 def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
     known: bool, changes: dict[str, Any], said: bool, family: Family
 ) -> None:
-    """The note's two lines are YAML that mends it."""
+    """The note's two lines are YAML that corrects it."""
     expert = family.experts[0]
     chat_model(expert)
     if known:
@@ -82,11 +82,11 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
     for note in notes:
         sentence, _, lines = note.partition("\n")
         assert sentence == (
-            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, as the base "
+            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, like the base "
             f"model {family.base}: add these two lines to the recipe."
         )
-        mended = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
-        assert not [note for note in look(mended).notes if "ends its turns" in note]
+        corrected = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
+        assert not [note for note in look(corrected).notes if "ends its turns" in note]
 
 
 def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:

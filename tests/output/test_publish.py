@@ -127,7 +127,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(name: str, out: Path, tm
         publish(out, "org/model", dry_run=True, quiet=True)
 
 
-def test_the_organisation_decides_on_the_visibility(out: Path, hub: Hub) -> None:
+def test_the_organization_decides_on_the_visibility(out: Path, hub: Hub) -> None:
     assert "Visibility: private;" in str(publish(out, "org/model", private=True, dry_run=True, quiet=True))
     assert "by the organization's setting" in str(publish(out, "org/model", dry_run=True, quiet=True))
     assert upload(out, "org/model").exit_code == 0
