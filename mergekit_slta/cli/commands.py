@@ -183,7 +183,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     "--bootstrap", type=click.IntRange(min=2), metavar="R", help="Print standard errors, from R draws of the prompts."
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
-@click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
+@click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
 @click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help="Path or Hub id of NAME in that recipe.")
 @click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source in that recipe.")
 @trusted_code
@@ -348,7 +348,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 def merge(recipe: Path, out: str, **options: Any) -> None:
     """Check RECIPE, then merge its models into the folder OUT, as mergekit-yaml does.
 
-    Use this command where Python's start-up files are disabled: mergekit-yaml does not know this package's methods
+    Use this command where Python's start-up files are disabled: mergekit-yaml does not know this plugin's methods
     there. It takes all options of mergekit-yaml. Under torchrun, all processes calibrate and the first one merges.
     """
     from mergekit_slta.host.run import joined_ranks

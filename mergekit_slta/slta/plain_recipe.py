@@ -1,4 +1,4 @@
-"""Write a merge as a recipe that mergekit runs without this package: task_arithmetic with weights for each expert.
+"""Write a merge as a recipe that mergekit runs without this plugin: task_arithmetic with weights for each expert.
 
 In such a recipe a weight may depend on a tensor's name, through filters (substrings, the first match counts), and on
 its depth, through gradients: a list of L numbers over L layers gives layer i the i-th number. mergekit treats tensors
@@ -262,7 +262,7 @@ def _header(origin: Sequence[str], lost: str) -> str:
     """The origin of the weights, as comments."""
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
-        "mergekit runs this recipe as it is, without that package and without prompts.",
+        "mergekit runs this recipe as it is, without that plugin and without prompts.",
         "",
         *origin,
         *([lost] if lost else []),

@@ -517,7 +517,7 @@ class Solution(Paragraphs):
         tokenizer_source: str = "",
         trust_remote_code: bool = False,
     ) -> Path:
-        """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
+        """Write a mergekit recipe that does the same merge without this plugin, without prompts and without statistics.
 
         It is the same apart from ``out_dtype``, which is the type that the base model is stored in.
 
