@@ -108,9 +108,10 @@ def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", and keeps the base model's abilities" if recipe.keep else ""
     file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
+    option = adapter_option(recipe.references, experiment.options.lora_merge_cache)
     return (
         f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters by {recipe.config.merge_method}"
-        f"{keeping}; next: mergekit-yaml {file} ./merged{adapter_option(recipe.references)}"
+        f"{keeping}; next: mergekit-yaml {file} ./merged{option}"
     )
 
 

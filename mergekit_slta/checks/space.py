@@ -37,18 +37,21 @@ class Needs:
         download: the weights that are on the Hub alone, by model.
         merged: the merged model, as it is stored.
         solved: the layers that ``featcal`` keeps until the merged model is written.
+        adapters: a whole model for each LoRA adapter, which mergekit merges into the base model before.
         memory: of the machine, or of the GPU where one computes.
     """
 
     download: Mapping[str, int]
     merged: int
     solved: int
+    adapters: int
     memory: int
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
         total = sum(self.download.values())
         parts = {"for the download": total, "for the merged model": self.merged, "for the solved layers": self.solved}
+        parts["for the merged adapters"] = self.adapters
         disk = ", ".join(f"{as_size(nbytes)} {purpose}" for purpose, nbytes in parts.items() if nbytes)
         return "\n".join(
             [
@@ -69,6 +72,7 @@ def needs(experiment: Experiment) -> Needs:
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
         _stored_bytes(base, dtype),
         4 * sum(map(_count, solved)),
+        sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(recipe.config.dtype)),
         _memory(experiment),
     )
 
@@ -165,6 +169,8 @@ def room(experiment: Experiment, out: Path | None) -> None:
     written.append(
         (Path(experiment.options.transformers_cache or HF_HUB_CACHE), "the download", sum(taken.download.values()))
     )
+    if taken.adapters and experiment.options.lora_merge_cache:
+        written.append((Path(experiment.options.lora_merge_cache), "the merged adapters", taken.adapters))
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []

@@ -86,14 +86,14 @@ _FORMS = {
 METHODS = tuple(_FORMS)
 WITH_DATA = tuple(method for method, form in _FORMS.items() if not form.expert)
 
-# What an expert's name or card tells of the topics of its prompts, two or three of them, so that there are 50 or more.
+# The topics of prompts by an expert's name or card: three, so that there are some 75 prompts, of which 30 calibrate.
 _SUGGESTED = {
-    r"math|gsm|arith|\bsums?\b|algebra": ("sums", "reasoning"),
-    r"code|coding|coder|program|python|sql": ("code", "reasoning"),
-    r"reason|think|prover|logic|\br1\b": ("reasoning", "sums"),
+    r"math|gsm|arith|\bsums?\b|algebra": ("sums", "reasoning", "explaining"),
+    r"code|coding|coder|program|python|sql": ("code", "reasoning", "instructions"),
+    r"reason|think|prover|logic|\br1\b": ("reasoning", "sums", "explaining"),
     r"chat|dialog|assist": ("chat", "instructions", "explaining"),
-    r"writ|story|stories|creative|novel|poe[mt]|role-?play": ("writing", "chat"),
-    r"transl|lingual|german|french|spanish|italian|japanese|chinese|russian": ("languages", "explaining"),
+    r"writ|story|stories|creative|novel|poe[mt]|role-?play": ("writing", "chat", "instructions"),
+    r"transl|lingual|german|french|spanish|italian|japanese|chinese|russian": ("languages", "explaining", "chat"),
 }
 _GENERAL = ("instructions", "chat", "explaining")  # what a base model should not forget
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import families
+from support.adapters import write_adapter
 from support.examining import feature_recipe, only, problems
 from support.families import Family
 from support.hub import serve
@@ -49,6 +51,18 @@ def test_the_disk(llama: Family) -> None:
     found = needed(llama, "featcal", out_dtype="bfloat16")
     assert found.merged == 2 * WHOLE and found.solved == 4 * LAYERS * LAYER and found.download == {}
     assert needed(llama, "slta").merged == 4 * WHOLE and needed(llama, "slta").solved == 0
+
+
+def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_names(
+    llama: Family, tmp_path: Path
+) -> None:
+    adapter, cache = write_adapter(llama.base, tmp_path / "adapter", "q_proj"), str(tmp_path / "my adapters")
+    content = families.recipe(llama, "actmat", calibration=False, experts=[0])
+    content["models"].append({"model": f"{llama.base}+{adapter}"})
+    findings = check(Recipe(content), lora_merge_cache=cache)
+    assert findings.needs is not None and findings.needs.adapters == 4 * WHOLE
+    assert "for the merged adapters" in str(findings.needs)
+    assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
 
 
 def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: Family, tmp_path: Path) -> None:

@@ -109,13 +109,13 @@ def test_calibration_sources_go_to_the_experts_in_their_order_and_then_to_the_ba
 @pytest.mark.parametrize(
     ("model", "topics"),
     [
-        ("org/OpenMath2-Llama3.1-8B", ["sums", "reasoning"]),
-        ("org/qwen-Coder@main", ["code", "reasoning"]),
-        ("org/base+org/german-lora", ["explaining", "languages"]),
-        ("org/storyteller", ["chat", "writing"]),
-        ("org/math-and-code", ["code", "sums", "reasoning"]),
+        ("org/OpenMath2-Llama3.1-8B", ["explaining", "sums", "reasoning"]),
+        ("org/qwen-Coder@main", ["instructions", "code", "reasoning"]),
+        ("org/base+org/german-lora", ["chat", "explaining", "languages"]),
+        ("org/storyteller", ["instructions", "chat", "writing"]),
+        ("org/math-and-code", ["instructions", "explaining", "code", "sums", "reasoning"]),
         ("org/hermes", []),
-        ("./tuned", ["code", "reasoning"]),
+        ("./tuned", ["instructions", "code", "reasoning"]),
         ("./plain", []),
     ],
 )
