@@ -40,18 +40,18 @@ Scores = dict[str, float]
 @click.argument("base")
 @click.argument("expert")
 @click.option("--calibration", required=True, metavar="SOURCE", help="Prompts of the fine-tune's task.")
-@click.option("--template", default="", help="How a record of it becomes text.")
-@click.option("--keep", required=True, metavar="SOURCE", help="Prompts of what the base model can.")
-@click.option("--keep-template", default="", help="How a record of it becomes text.")
+@click.option("--template", default="", help="How a row of --calibration becomes text.")
+@click.option("--keep", required=True, metavar="SOURCE", help="Prompts that need the base model's abilities.")
+@click.option("--keep-template", default="", help="How a row of --keep becomes text.")
 @click.option("--gained", multiple=True, required=True, metavar="TASK", help="lm-eval's task of the fine-tune's skill.")
 @click.option("--kept", multiple=True, required=True, metavar="TASK", help="lm-eval's task of the base model's skill.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="pair", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Of the merges and of lm-eval.")
-@click.option("--dtype", default="bfloat16", show_default=True, help="What merged models are stored and scored in.")
+@click.option("--device", default="cpu", show_default=True, help="The device of the merges and of lm-eval.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="The type of the merged models' tensors.")
 @click.option("--samples", default=30, show_default=True, help="Prompts of each kind for featcal.")
 @click.option("--limit", type=int, help="Score only so many items of each task.")
-@click.option("--batch-size", default="auto", show_default=True, help="lm-eval's.")
-@click.option("--chat", is_flag=True, help="Write lm-eval's prompts by the chat template.")
+@click.option("--batch-size", default="auto", show_default=True, help="The batch size of lm-eval.")
+@click.option("--chat", is_flag=True, help="Write lm-eval's prompts with the chat template.")
 @click.option("--tasks", type=click.Path(exists=True, path_type=Path), help="A folder with tasks of your own.")
 @click.option("--keep-models", is_flag=True, help="Do not delete a merged model when it has been scored.")
 def main(
@@ -152,7 +152,7 @@ def table(scored: Mapping[str, Scores], gained: Sequence[str], kept: Sequence[st
         return sum(scored[label][task] for task in tasks) / len(tasks)
 
     def share(part: float, whole: float) -> str:
-        return f"{part / whole:.0%}" if whole else "-"
+        return f"{part / whole:.2f}" if whole else "-"
 
     lines = [["", *gained, *kept, "gained", "kept"], ["---"] * (len(gained) + len(kept) + 3)]
     for label, row in scored.items():

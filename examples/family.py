@@ -217,7 +217,9 @@ def train_family(
     family = family_in(folder)
     if _read(folder / SETTINGS) == settings:
         if progress:
-            tqdm.write(f"The models in {folder} are of an earlier run and are used again: delete them to train anew.")
+            tqdm.write(
+                f"The models in {folder} are of an earlier run and are used again: delete them to train new ones."
+            )
         return family
     # The settings are written last: a family without them is not complete.
     (folder / SETTINGS).unlink(missing_ok=True)

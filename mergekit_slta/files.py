@@ -30,7 +30,7 @@ def new_file(path: str | os.PathLike[str], extension: str) -> Path:
     """A file to write, which may not be there yet, and is read by its extension."""
     file = Path(path).expanduser()
     if file.suffix != extension or file.exists():
-        problem = "is there already and was not touched" if file.exists() else f"does not end in {extension}"
+        problem = "already exists and is unchanged" if file.exists() else f"does not end in {extension}"
         raise SltaError(f"{file} {problem}: name another file.")
     return file
 

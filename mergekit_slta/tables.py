@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,16 +40,6 @@ class Table:
         return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
 
     __repr__ = __str__
-
-
-def as_percentage(share: float | None, digits: int = 1) -> str:
-    """A share with one decimal, as in "83.1%", or as many as ``digits``; a dash where it is not defined."""
-    return "-" if share is None or math.isnan(share) else f"{without_sign_of_zero(share, 2 + digits):.{digits}%}"
-
-
-def without_sign_of_zero(number: float, decimals: int = 3) -> float:
-    """A number to show with three decimals, or other ``decimals``; one that rounds to zero has no sign."""
-    return round(number, decimals) + 0.0
 
 
 def as_size(nbytes: float) -> str:

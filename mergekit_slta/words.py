@@ -11,16 +11,9 @@ def plain_number(number: float, form: str = ".3g") -> str:
     return "–" if math.isnan(number) else f"{number:{form}}".replace("-", "−")
 
 
-def as_score(share: float) -> str:
-    """A share or a score with two decimals, as in "0.93"; a dash for NaN."""
-    return plain_number(round(share, 2) + 0.0, ".2f")  # zero has no sign
-
-
-def percent(share: float) -> str:
-    """A share as a whole percentage; a share just below 1 is "over 99 %", because something is missing."""
-    if math.isnan(share):
-        return "–"
-    return "over 99 %" if 0.995 <= share < 1 else f"{plain_number(round(100 * share), 'd')} %"
+def as_score(share: float | None, decimals: int = 2) -> str:
+    """A share or a score with two decimals, as in "0.93"; a dash for NaN or None."""
+    return plain_number(round(math.nan if share is None else share, decimals) + 0.0, f".{decimals}f")  # no sign of zero
 
 
 def enumerated(words: Sequence[str]) -> str:

@@ -33,9 +33,9 @@ def test_the_table_says_what_is_gained_and_kept() -> None:
         "merge": {"math": 0.5, "chat": 0.6},
     }
     *_, base, expert, merge = evaluate_pair.table(scored, ["math"], ["chat"]).splitlines()
-    assert base == "| base | 0.200 | 0.800 | 0% | 100% |"
-    assert expert == "| expert | 0.600 | 0.200 | 100% | 25% |"
-    assert merge == "| merge | 0.500 | 0.600 | 75% | 75% |"
+    assert base == "| base | 0.200 | 0.800 | 0.00 | 1.00 |"
+    assert expert == "| expert | 0.600 | 0.200 | 1.00 | 0.25 |"
+    assert merge == "| merge | 0.500 | 0.600 | 0.75 | 0.75 |"
 
 
 def test_the_score_of_a_task_is_the_first_known_metric() -> None:

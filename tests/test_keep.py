@@ -80,7 +80,7 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
         .save_recipe(tmp_path / "plain.yml", models={statistics.info.base_model: str(family.base)})
         .read_text()
     )
-    assert f"of the base model on 6 samples of its own, with weight 0.5; sha256 {statistics.info.keep.sha256}" in said
+    assert f"of the base model on 6 prompts of its own, with weight 0.5; sha256 {statistics.info.keep.sha256}" in said
     # A subset keeps the base model's task, under the next number.
     part = statistics.select(statistics.info.models[1])
     assert part.task.unique().tolist() == [0, 1]
@@ -95,7 +95,7 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
     # A recipe that only weights the base model takes the file's prompts.
     unnamed = recipe(family, experts=(0, 1), calibration=False, statistics=str(file))
     unnamed["models"].append({"model": str(family.base), "parameters": {"weight": 0.5}})
-    assert not any("has the prompts" in note for note in check(Recipe.parse(json.dumps(unnamed), "recipe")).notes)
+    assert not any("have the same prompts" in note for note in check(Recipe.parse(json.dumps(unnamed), "recipe")).notes)
     assert equal(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
 
 
@@ -124,7 +124,7 @@ def test_a_shared_template_holds_for_the_base_model_too_and_equal_prompts_are_no
     content = recipe(family, experts=(2,), keep={}, template="{text}")
     found = Recipe.parse(json.dumps(content), "recipe")
     assert [task.template for task in found.tasks] == ["{text}", "{text}"]
-    assert "The base model has the prompts of" in "".join(check(found).notes)
+    assert "have the same prompts, on which the merge cannot keep" in "".join(check(found).notes)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_the_example_gives_the_weights_that_the_commands_give(folder: Path, caps
     assert by_python["models"] == TASKS
 
     assert str(mergekit_slta.Statistics.load(folder / "stats.safetensors").solve().table()) in said
-    for expected in ("±", "On held-out records", str(out / "plain.yml"), str(out / "report" / "report.html")):
+    for expected in ("±", "On held-out prompts", str(out / "plain.yml"), str(out / "report" / "report.html")):
         assert expected in said
     assert_self_contained((out / "report" / "report.html").read_text())
     assert "task_arithmetic" in (out / "plain.yml").read_text()

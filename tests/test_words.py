@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from mergekit_slta.words import as_score, counted, enumerated, kind_name, percent, plain_number, possessive
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0.914, "91 %"), (1.0, "100 %"), (0.997, "over 99 %"), (0.0, "0 %"), (-0.002, "0 %"), (-0.12, "−12 %")],
-)
-def test_percent(share: float, text: str) -> None:
-    assert percent(share) == text
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
 
 
 def test_scores_have_two_decimals_and_zero_has_no_sign() -> None:
-    assert [as_score(share) for share in (0.914, -0.002, -0.12, math.nan)] == ["0.91", "0.00", "−0.12", "–"]
+    shares = (0.914, -0.002, -1e-17, -0.12, math.nan, None)
+    assert [as_score(share) for share in shares] == ["0.91", "0.00", "0.00", "−0.12", "–", "–"]
+    assert as_score(-0.0004, 3) == "0.000"
 
 
 def test_numbers_counts_and_lists() -> None:

@@ -68,17 +68,17 @@ def ask(
 ) -> Path:
     """Write a model's own answers to prompts, always the likeliest next token, as calibration data.
 
-    The whole model is in memory, in the type that it is stored in. A run that was killed goes on where it ended. What
-    is cut off, empty or skipped is counted and logged.
+    The whole model is in memory, in the type that it is stored in. A run that was killed resumes where it ended. The
+    numbers of answers that are cut off or empty, and of skipped prompts, are logged.
 
     Args:
-        model: a folder or a Hub id; an adapter behind its base model, ``BASE+ADAPTER``.
-        out: the ``.jsonl`` file to write, of records with ``messages``, or with ``prompt`` and ``completion`` if the
+        model: a folder or a Hub id; an adapter after its base model, ``BASE+ADAPTER``.
+        out: the ``.jsonl`` file to write, of rows with ``messages``, or with ``prompt`` and ``completion`` if the
             model has no chat template; also with ``text`` where its template would write something else.
-        prompts: a file or dataset, as ``calibration`` takes it, whose answers are left out; by default the general
-            prompts that come with the package.
-        topics: which of the general prompts; all by default.
-        samples: how many prompts, if there are so many.
+        prompts: a file or dataset in a form that ``calibration`` takes, whose answers are ignored; by default the
+            general prompts that come with the package.
+        topics: the topics of the general prompts; by default all.
+        samples: the most prompts to answer.
         max_new_tokens: the most tokens of an answer.
         options: see ``Options``.
 
@@ -86,7 +86,7 @@ def ask(
         The path of the file.
 
     Raises:
-        SltaError: the file is there already, the model or the prompts cannot be used, or no prompt is answered.
+        SltaError: the file already exists, the model or the prompts cannot be used, or no prompt is answered.
     """
     path, limit = files.new_file(out, ".jsonl"), whole_number("max_new_tokens", max_new_tokens)
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
@@ -117,15 +117,15 @@ def ask(
     answers = [known[number] for number in range(len(asked))]
     total, empty = counted(len(answers), "answer"), sum(not answer.record for answer in answers)
     if empty == len(answers):
-        raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: name others.")
+        raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: give other prompts.")
     cut, other = (sum(number) for number in zip(*((answer.cut, answer.differs) for answer in answers), strict=True))
     for count, what in (
-        (empty, "empty, left out"),
-        (cut, f"cut off after {limit} tokens, raise max_new_tokens"),
-        (other, "the tokenizer splits the text into other tokens than the model's"),
+        (empty, "are empty and left out"),
+        (cut, f"are cut off after {limit} tokens, raise max_new_tokens"),
+        (other, "change their tokens when their text is tokenized again"),
     ):
         if count:
-            LOG.warning("%s: %d of %s: %s.", path, count, total, what)
+            LOG.warning("%s: %d of %s %s.", path, count, total, what)
     files.write(path, _lines(*(answer.record for answer in answers if answer.record)).encode())
     beside.unlink()
     return path
@@ -134,13 +134,13 @@ def ask(
 def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longest: int) -> list[_Prompt]:
     """The prompts that a model is asked, with at most ``longest`` tokens; what is skipped is counted and logged."""
     if topics and source.source:
-        raise SltaError("Topics choose among the prompts that come with the package: leave them out, or PROMPTS.")
+        raise SltaError("PROMPTS replaces the package's prompts, from which topics choose: give only one of the two.")
     general = [{"prompt": prompt} for prompt in general_prompts(topics)]
     records: Sequence[Record] = read_records(source.source) if source.source else general
     numbers = range(len(records))
     asked, unfit = list[_Prompt](), list[str]()
     for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:
-        where, tools = f"record {number + 1}", records[number].get("tools")
+        where, tools = f"row {number + 1}", records[number].get("tools")
         if len(asked) == samples:
             break
         try:
@@ -171,7 +171,7 @@ def _turns(record: Record, where: str) -> Turns:
                 return turns
         elif values and not any(isinstance(value, (list, dict)) for value in values):
             return [{"role": "user", "content": "\n".join(str(value).strip() for value in values)}]
-    raise UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}, call one 'prompt'.")
+    raise UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}; name one of them 'prompt'.")
 
 
 def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
@@ -184,7 +184,7 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
             trust_remote_code=experiment.options.trust_remote_code,
         )
     if model.config.is_encoder_decoder or not model.can_generate():
-        raise SltaError(f"{checkpoint} is no decoder-only language model: it answers nothing.")
+        raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     ends = model.generation_config.eos_token_id
     ends = {*(ends if isinstance(ends, list) else [ends]), experiment.tokenizer(checkpoint.reference).eos_token_id}
     # The model's other settings may sample, or count the padding among the tokens that are not to be repeated.
@@ -246,5 +246,5 @@ def _finished(beside: Path, run: str) -> dict[int, _Answer]:
         with suppress(ValueError):  # the last one may be cut off
             entries.append(json.loads(line))
     if entries and entries[0] != run:
-        raise SltaError(f"{beside} holds answers of another model, or to other prompts: delete it.")
+        raise SltaError(f"{beside} holds answers of another model or to other prompts: delete it.")
     return {number: _Answer(*answer) for number, answer in entries[1:]}

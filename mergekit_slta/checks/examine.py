@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_datase
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.solved import require_solvable
+from mergekit_slta.featcal.model import require_solvable
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
@@ -75,7 +75,7 @@ def check(
     out_path: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> Findings:
-    """Find out what is wrong with a recipe; read configurations, file headers and calibration data, but no weights.
+    """Find everything that is wrong with a recipe, from configurations, file headers and prompts; read no tensors.
 
     Args:
         recipe: a recipe for ``slta``, ``featcal``, ``actmat`` or ``sftm``, or its file.
@@ -90,7 +90,7 @@ def check(
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
-        return Findings(list(error.sentences), ["Models and data are checked once these are corrected."])
+        return Findings(list(error.sentences), ["Models, data and disk are checked once the recipe is correct."])
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:
@@ -106,7 +106,7 @@ def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
     recipe = experiment.recipe
     numbers = sum(header.count for header in experiment.model(recipe.base).tensors.values())
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
-    keeping = ", and keeps what the base model does on its prompts" if recipe.keep else ""
+    keeping = ", and keeps the base model's abilities" if recipe.keep else ""
     file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
     return (
         f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters by {recipe.config.merge_method}"
@@ -199,7 +199,7 @@ def _data(experiment: Experiment) -> None:
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration]
     local = [task for task in tasks if not is_dataset(task.calibration)]
-    checks: list[Callable[[], object]] = [partial(_source, experiment, task) for task in tasks]
+    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in tasks]
     checks.append(partial(require_calibration, recipe, statistics=measured))
     if file is not None and not measured:
         checks.append(partial(space.require_writable, f"The statistics file {file}", file))
@@ -211,7 +211,7 @@ def _data(experiment: Experiment) -> None:
         _fits(experiment, file, drawn)
 
 
-def _source(experiment: Experiment, task: Task) -> None:
+def _require_samples(experiment: Experiment, task: Task) -> None:
     """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)
@@ -272,28 +272,28 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             yield f"{clause}: the entry 'quantization_config' is ignored."
     if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
         yield (
-            f"The base model has the prompts of {same[0]}, on which the merge cannot do what both do (every weight of "
-            "slta is 1 / (1 + κ) with one expert): give it prompts of what is to be kept."
+            f"The base model and {same[0]} have the same prompts, on which the merge cannot keep both models' behavior "
+            "(with one expert, every weight of slta is 1 / (1 + κ)): give the base model prompts of its own."
         )
     if not merging:
         return
     for task in recipe.tasks if settings.runs_models else ():
         yield from _none_to_evaluate(experiment, task)
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):
-        yield f"mergekit plans a merge of slices by itself, and leaves {listed(lost)} of the base model {base} out."
+        yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
     else:
         yield from models.outside_the_model(base, [expert for _, expert in experiment.pairs])
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):
         yield (
-            f"Merging in {dtype} rounds at every step: set 'dtype: float32' and 'out_dtype: "
-            f"{config.out_dtype or dtype}' to round only once."
+            f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "
+            f"{config.out_dtype or dtype}'."
         )
 
 
 def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
-    """Say that calibration leaves a task no record for ``evaluate``, or what is wrong with its test data.
+    """Say that calibration leaves a task no prompt for ``evaluate``, or what is wrong with its test data.
 
     No merge needs these, so they are no problem. Datasets are not downloaded.
     """
@@ -306,6 +306,6 @@ def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
         yield from error.sentences
         return
     if not left:
-        count = counted(len(experiment.samples(task).records), "record")
-        has = f"has only {count}: all calibrate" if source == task.calibration else "has only records that calibrate"
-        yield f"Calibration source {source!r} of {task} {has}, none is left for `evaluate`. {MORE}"
+        count = counted(len(experiment.samples(task).records), "prompt")
+        has = f"only {count}, which all calibrate" if source == task.calibration else "only prompts that calibrate"
+        yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}"

@@ -50,7 +50,7 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
     files = weight_files(model.folder) if model.folder and options.lazy_unpickle else []
     pickled = [file for file in files if file.suffix == ".bin" and file.is_file()]
     if old := [file.name for file in pickled if not zipfile.is_zipfile(file)]:
-        raise SltaError(f"{model} stores {listed(old)} as torch did before 1.6: leave --lazy-unpickle out.")
+        raise SltaError(f"{model} stores {listed(old)} in the format of torch before 1.6: leave --lazy-unpickle out.")
     if (reference == experiment.recipe.base or adapter) and (clause := left_over(model)):
         raise SltaError(f"{clause}: remove the entry 'quantization_config'.")
     if adapter is not None:
@@ -97,7 +97,7 @@ def left_over(model: Model) -> str:
     method = _quantization(model)
     if not method or model.built is None or _narrow(model) or model.layout(model).missing():
         return ""
-    return f"The config.json of {model.reference.model} says that it is quantized ({method}), and its tensors are not"
+    return f"The config.json of {model.reference.model} calls it quantized ({method}), but its tensors are not"
 
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
@@ -108,7 +108,7 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
     tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
     if kind not in tuners or not issubclass(tuners[kind], BaseTuner):
         raise SltaError(
-            f"The adapter {adapter} is of the type {kind}, which cannot become part of its weights: leave it out, "
+            f"The adapter {adapter} is of the type {kind}, which cannot be merged into a model: leave it out, "
             "or train a LoRA."
         )
     saved = {*(settings.get("modules_to_save") or [])}
@@ -132,7 +132,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
     # A configuration may leave a default size out.
     if differing := [f"{name} {n} instead of {m}" for name, n, m in sizes if n != m and None not in (n, m)]:
         raise SltaError(
-            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}, "
+            f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}; "
             "leave it out."
         )
     vocabularies = base.vocabulary, expert.vocabulary
@@ -142,14 +142,14 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
         if stored.shape != other.shape and not is_vocabulary:
             raise SltaError(
                 f"The tensor {name} of the expert {expert} has the shape {list(other.shape)} instead of "
-                f"{list(stored.shape)}: it was not fine-tuned from the base model {base}, leave it out."
+                f"{list(stored.shape)}: it was not fine-tuned from the base model {base}; leave it out."
             )
     tied = [model for model in (base, expert) if getattr(model.config, "tie_word_embeddings", False)]
     if len(tied) == 1:
         untied = expert if tied[0] is base else base
         raise SltaError(
             f"{tied[0]} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
-            f"head would fit neither, save {expert} with the setting of the base model {base}."
+            f"head would fit neither; save {expert} with the setting of the base model {base}."
         )
 
 
@@ -193,7 +193,7 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
         rowless[tuple(name for name in may_lack if name in rows and name not in has)].append(expert)
         lacking[tuple(name for name in theirs.lacks(layout) if name not in may_lack)].append(expert)
         more[tuple(layout.lacks(theirs))].append(expert)
-    trained_elsewhere = f"which the base model {base} lacks, so it was not fine-tuned from that: leave it out."
+    trained_elsewhere = f"which the base model {base} lacks, so it was not fine-tuned from {base}: leave it out."
     unaligned = (
         f"of the base model {base}, whose rows mergekit cannot put in the order of the recipe's 'tokenizer': leave "
         "'tokenizer' and 'tokenizer_source' out."
@@ -217,7 +217,7 @@ def _wrapped(model: Model, base: Model) -> Iterator[str]:
     if words and model.layout(base).missing() and not Layout(base.built, bare).missing():
         yield (
             f"The names of the tensors of {model} contain {listed(words)}, because the model was saved from inside "
-            "torch.compile, FSDP, DDP or peft: save the module that these wrap, or take that out of the names."
+            "torch.compile, FSDP, DDP or peft: save the module inside these wrappers, or rename the tensors."
         )
 
 

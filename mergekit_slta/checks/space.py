@@ -18,13 +18,13 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.models.headers import ADAPTER_CONFIG, Headers, Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, MethodSettings, SltaSettings
+from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, MethodSettings, SftmSettings
 from mergekit_slta.tables import as_size
 
 # What Python and the libraries take: 0.5 GB resident after a tiny merge on a CPU, and 0.75 GB beyond the formula at the
 # peak of an slta merge of three models of 0.07 billion parameters.
 LIBRARIES = 700_000_000
-SUMS = 5  # matrices of the widest map's inputs in float32, while a method solves it
+SUMS = 5  # matrices of the widest map's inputs, while a method solves it
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.")  # the stack of layers, and a layer's number
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")
 
@@ -76,11 +76,11 @@ def needs(experiment: Experiment) -> Needs:
 def _memory(experiment: Experiment) -> int:
     """The bytes of memory that a merge takes, by one formula for all methods.
 
-    The merge holds a tensor of the base model, of the T experts and of the merged model in the recipe's ``dtype``. A
-    method that runs models holds, before that, their largest layer in float32 (of a mixture one expert), the next one
-    as it is stored, and the hidden states of all samples, ``featcal`` of two models. Of these the larger counts; a
-    method that solves matrices needs ``SUMS`` matrices of the widest one's inputs in float32 besides, and
-    the libraries come on top.
+    The merge holds a tensor of the base model, of the T experts and of the merged model in the recipe's ``dtype``, and
+    for ``actmat`` and ``sftm`` ``SUMS`` matrices of the widest map's inputs, in float32 and float64. A method that runs
+    models holds, before that, their largest layer in float32 (of a mixture one expert), the next one as it is stored,
+    and the hidden states of all samples; ``featcal`` those of two models, and the ``SUMS`` matrices. Of merging and
+    running the larger counts, and the libraries come on top.
     """
     recipe, settings = experiment.recipe, experiment.recipe.settings
     base, models = experiment.model(recipe.base), len(recipe.experts) + 2
@@ -88,14 +88,17 @@ def _memory(experiment: Experiment) -> int:
     stored = max(header.nbytes // header.count for header in tensors)  # bytes of a number
     dtype = _dtype(recipe.config.dtype)
     merging = models * (dtype.itemsize if dtype else stored) * max(header.count for header in tensors)
-    sums = 0 if isinstance(settings, SltaSettings) else 4 * SUMS * max(header.shape[-1] for header in tensors) ** 2
+    number = 8 if isinstance(settings, SftmSettings) else 4
+    sums = number * SUMS * max(header.shape[-1] for header in tensors) ** 2
     if not isinstance(settings, CalibrationSettings):
         return LIBRARIES + merging + sums
     layers = _layers(base).values()
     layer = max((sum(_in_memory(name, layer[name]) for name in layer) for layer in layers), default=0)
     tokens = len(recipe.tasks) * settings.samples * settings.max_tokens
-    states = 4 * (1 + settings.runs_experts) * tokens * (base.size("hidden_size") or 0)
-    return LIBRARIES + max(merging, (4 * models + stored * (models - 1)) * layer + states) + sums
+    passing = (4 * models + stored * (models - 1)) * layer + 4 * tokens * (base.size("hidden_size") or 0)
+    if isinstance(settings, FeatcalSettings):
+        passing += 4 * tokens * (base.size("hidden_size") or 0) + sums
+    return LIBRARIES + max(merging, passing)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -140,16 +143,16 @@ def require_writable(what: str, path: Path) -> None:
     """Refuse a path that cannot be created, because the nearest path above that exists is no writable folder."""
     nearest = _nearest_path(path)
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise SltaError(f"{what} cannot be created: {nearest} is not a writable folder, name another.")
+        raise SltaError(f"{what} cannot be created: {nearest} is not a writable folder; name another folder.")
 
 
 def not_overwritten(models: Iterable[Model], out: Path) -> None:
     """Refuse to write the merged model into the folder of a model that it is made of, or of any adapter."""
     if (out / ADAPTER_CONFIG).exists():
-        raise SltaError(f"{out} is the folder of an adapter, which transformers would add to the merge: name another.")
+        raise SltaError(f"{out} holds an adapter, which transformers would add to the merge: name another folder.")
     for model in models:
         if model.folder is not None and out.exists() and model.folder.samefile(out):
-            raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another.")
+            raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another folder.")
 
 
 def room(experiment: Experiment, out: Path | None) -> None:

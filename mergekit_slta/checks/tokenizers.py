@@ -25,7 +25,7 @@ def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     base, model = experiment.model(experiment.recipe.base), experiment.model(expert)
     moved = _moved_tokens(experiment, expert)
     if moved and experiment.recipe.settings.runs_experts:
-        raise SltaError(f"{moved}, on which this method runs it: choose experts with the same ids.")
+        raise SltaError(f"{moved}, but this method gives both the same ids: choose experts with the same ids.")
     cut = experiment.options.unsafe_truncate_embeddings and model.vocabulary >= base.vocabulary
     sizes = [] if cut else [f"The {clause}" for clause in other_vocabularies([(base, model)])]
     if (moved or sizes) and experiment.recipe.tokenizer_source is None:
@@ -45,7 +45,7 @@ def _moved_tokens(experiment: Experiment, expert: ModelReference) -> str:
     if not moved:
         return ""
     return (
-        f"The tokenizer of the expert {expert} has other ids than that of the base model {base} for "
+        f"The tokenizers of the expert {expert} and the base model {base} have different ids for "
         f"{len(moved)} tokens (such as {min(moved)!r})"
     )
 
@@ -82,7 +82,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
         if stops and ours != theirs and end not in [*stops, *brought, None]:
             yield (
                 f"The expert {expert} ends its turns with {end}, but the merged model stops at "
-                f"{' and '.join(map(str, stops))}, as the base model {base}: add these two lines to the recipe.\n"
+                f"{' and '.join(map(str, stops))}, like the base model {base}: add these two lines to the recipe.\n"
                 f"  tokenizer:\n    source: {expert.reference.lora or expert.reference.model}"
             )
 

@@ -10,6 +10,7 @@ import click
 
 from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
+    COUNT,
     FILE,
     LEVELS_HELP,
     ModelCommand,
@@ -43,15 +44,16 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mergekit-slta")
 def main() -> None:
-    """Merge fine-tuned models with weights that are solved for, not searched for.
+    """Merge fine-tuned language models without guessing weights.
 
-    A recipe is a mergekit YAML file with 'merge_method: slta' or 'featcal', or with 'actmat' or 'sftm', which need no
-    data; `new` writes one to start from. `check` it, then `merge` it (or run mergekit-yaml, which does the same). To
-    see the weights of slta first, or to solve several merges from one measurement, `calibrate` writes a small
-    statistics file. From it `solve` computes merging weights and plain mergekit recipes in a second, without models
-    and without data, and `report` shows what the merge keeps of each expert. `verify` re-reads a finished merge,
-    `evaluate` measures how well merged models do each task, and `linearity` whether features change in proportion to
-    the experts' weights. `publish` uploads a merged model.
+    A recipe is a mergekit YAML file. Its merge_method is featcal or slta, which compute the merge from a few prompts
+    per model, or actmat or sftm, which need no prompts. `new` prints a recipe to start from, and `ask` has the models
+    answer prompts. `check` the recipe, then `merge` it (mergekit-yaml does the same). `verify` re-reads a finished
+    merge, `evaluate` measures how well merged models do each task, and `publish` uploads a merged model.
+
+    Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
+    `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
+    each expert. `linearity` measures whether features change in proportion to the experts' weights.
     """
 
 
@@ -59,38 +61,44 @@ def main() -> None:
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("--method", type=click.Choice(METHODS), default="featcal", show_default=True, help="The merge method.")
-@click.option("--calibration", multiple=True, metavar="FILE", help="File or dataset: of each expert, then of the base.")
+@click.option(
+    "--calibration",
+    multiple=True,
+    metavar="FILE",
+    help="Prompts of each expert in order, then of the base model; repeatable.",
+)
 def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...]) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
-    Models are folders or Hub ids; an adapter is written behind its base model, BASE+ADAPTER. Write it to a file with
-    '> recipe.yml', then `check` the recipe. Give --calibration once for each expert, in their order, and once more for
-    the base model's prompts, whose abilities the merge keeps; without it the recipe names files of the models' own
-    answers, and the `ask` commands above it write them. Of the methods, actmat and sftm need no data; task_arithmetic
-    and ties are mergekit's own, to compare with.
+    Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
+    '> recipe.yml', then `check` it. --calibration names a file or dataset of prompts for each expert, in their order,
+    and one more for the base model, whose abilities the merge then keeps. Without this option, the recipe names files
+    of the models' own answers, and lists the `ask` commands that write them. The methods actmat and sftm need no
+    prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
 
-@main.command(cls=ModelCommand, short_help="Have a model answer prompts, write calibration data.")
+@main.command(cls=ModelCommand, short_help="Write a model's answers to prompts as calibration data.")
 @click.argument("model", required=False)
 @click.argument("prompts", required=False, default="")
 @click.option("-o", "--output", "out", required=True, metavar="FILE", type=FILE, help="The .jsonl file to write.")
 @click.option(
-    "--topic", "topics", multiple=True, type=click.Choice(TOPICS), help="Of the package's prompts, repeatable."
+    "--topic", "topics", multiple=True, type=click.Choice(TOPICS), help="Topic of the package's prompts; repeatable."
 )
-@click.option("--samples", type=click.IntRange(min=1), default=100, show_default=True, help="The most prompts to ask.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of each answer.")
-@click.option("--prompts-only", is_flag=True, help="Write the prompts that come with the package to a .txt file.")
+@click.option("--samples", type=COUNT, default=100, show_default=True, help="The most prompts to answer.")
+@click.option("--max-new-tokens", type=COUNT, default=512, show_default=True, help="The most tokens of each answer.")
+@click.option("--prompts-only", is_flag=True, help="Write the package's prompts to a .txt file, without answers.")
 def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: bool, **options: Any) -> None:
-    """Have MODEL answer prompts, and write its own answers to FILE, ready as `calibration`.
+    """Have MODEL answer prompts, and write prompts and answers to FILE, which a recipe names as `calibration`.
 
-    PROMPTS is a file or dataset, as `calibration` takes it, without the answers in it; by default general prompts that
-    come with the package. An adapter is written behind its base model, BASE+ADAPTER. The whole model is in memory.
-    After an interruption the same command goes on. With --prompts-only no MODEL is needed: any server may answer.
+    PROMPTS is a file or dataset in one of the forms that `calibration` takes; answers in it are ignored. By default,
+    MODEL answers general prompts that come with the package. Write an adapter after its base model, BASE+ADAPTER. The
+    whole model is loaded into memory. After an interruption, the same command resumes. --prompts-only needs no MODEL:
+    it writes the prompts for another program to answer.
     """
     if prompts_only and model:
-        raise SltaError("--prompts-only asks no model, and writes the prompts of the package: leave MODEL out.")
+        raise SltaError("--prompts-only writes the package's prompts without a model: leave MODEL out.")
     if prompts_only:
         chosen = general_prompts(topics)[: options["samples"]]
         files.write(files.new_file(out, ".txt"), "".join(f"{prompt}\n" for prompt in chosen).encode())
@@ -104,14 +112,14 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
     click.echo(f"{out} written.")
 
 
-@main.command(cls=ModelCommand, short_help="Say everything that is wrong with a recipe.")
+@main.command(cls=ModelCommand, short_help="Find everything that is wrong with a recipe.")
 @recipe_path
 def check(recipe: Path, **options: Any) -> None:
-    """Say everything that is wrong with RECIPE, before anything is downloaded or computed.
+    """Find everything that is wrong with RECIPE, before anything is downloaded or computed.
 
-    First all mistakes of the text, then all of the rest. Reads configurations, file headers (of models on the Hub over
-    the network) and calibration data, no weights. Says download, disk and memory of the merge. Exit code 1 if
-    something is wrong.
+    Checks the recipe, then models, data and disk, without reading tensors. It reads configurations, headers of the
+    weight files (from the Hub, for models there) and calibration data, and prints the download, the disk space and the
+    memory that the merge needs. The exit code is 1 if something is wrong.
     """
     from mergekit_slta.checks import examine
 
@@ -126,16 +134,16 @@ def check(recipe: Path, **options: Any) -> None:
         click.echo(findings.needs)
 
 
-@main.command(cls=ModelCommand, short_help="Measure a recipe's models, write a statistics file.")
+@main.command(cls=ModelCommand, short_help="Measure a recipe's models and write a statistics file.")
 @recipe_path
 @click.option("-o", "--output", "stats", required=True, metavar="STATS", type=FILE, help="The file to write.")
 @measured_levels("the recipe's")
 def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> None:
-    """Measure RECIPE's models on its calibration data, and write the statistics file STATS.
+    """Measure RECIPE's models on its prompts, and write the statistics file STATS.
 
-    The file is small, holds neither weights nor data, and is all that `solve` needs. After a crash or an
-    interruption the same command resumes the measurement. It does not change a finished file, and refuses
-    one that does not fit or lacks a level. On several GPUs:
+    The file is small and contains neither tensors of the models nor prompts; `solve` needs only this file. After an
+    interruption, the same command resumes the measurement. It never changes a finished file, and ends with an error if
+    that file is of another recipe or lacks a level. On several GPUs:
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment
@@ -150,28 +158,34 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
         loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
         experiment = sound_experiment(loaded, ranks, **merge_options)
         if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
-            click.echo(f"Note: the recipe's method is {method}; this measures for slta's weights.", err=True)
+            click.echo(f"Note: this measures slta's merging weights; the recipe's method is {method}.", err=True)
         finished = path.is_file()
         statistics = measured_statistics(experiment, levels, path)
     if ranks.first:
-        state = "fits already and was not touched" if finished else "written"
-        click.echo(f"{path} {state}: {as_size(path.stat().st_size)}, {statistics.summary}")
+        state = "" if finished and not experiment.quiet else " already fits" if finished else " written"
+        click.echo(f"{path}{state}: {as_size(path.stat().st_size)}, {statistics.summary}")
 
 
 @main.command(short_help="Get merging weights and recipes from a statistics file.")
 @click.argument("stats")
-@click.option("--level", metavar="LEVEL", help=f"{LEVELS_HELP}.  [default: attn_mlp if STATS has it]")
-@click.option("--models", metavar="A,B", help="Merge only these experts, by their names in the table.  [default: all]")
-@click.option("--task-weight", "task_weights", multiple=True, metavar="A=2.0", help="How much a task counts, else 1.0.")
-@click.option("--keep-weight", type=click.FloatRange(min=0), metavar="κ", help="The same of the base model, else 1.0.")
-@click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Draws weights to zero.")
-@click.option("--balance/--no-balance", default=True, show_default=True, help="Give every sample the same influence.")
-@click.option("--samples", type=click.IntRange(min=1), metavar="K", help="Use the first K samples of each task only.")
-@click.option("--bootstrap", type=click.IntRange(min=2), metavar="R", help="Standard errors, from R draws of samples.")
+@click.option("--level", metavar="LEVEL", help=f"The level: {LEVELS_HELP}.  [default: attn_mlp if measured]")
+@click.option("--models", metavar="A,B", help="The experts to merge, by their names in the table.  [default: all]")
+@click.option(
+    "--task-weight", "task_weights", multiple=True, metavar="A=2.0", help="How much A's task counts, by default 1.0."
+)
+@click.option(
+    "--keep-weight", type=click.FloatRange(min=0), metavar="κ", help="How much the base model's prompts count."
+)
+@click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="The pull towards zero.")
+@click.option("--balance/--no-balance", default=True, show_default=True, help="Give every prompt the same influence.")
+@click.option("--samples", type=COUNT, metavar="K", help="Use only the first K prompts of each task.")
+@click.option(
+    "--bootstrap", type=click.IntRange(min=2), metavar="R", help="Print standard errors, from R draws of the prompts."
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
-@click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this package.")
-@click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help="Path or Hub id of NAME, for the recipe.")
-@click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source, for the recipe.")
+@click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
+@click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help="Path or Hub id of NAME in that recipe.")
+@click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source in that recipe.")
 @trusted_code
 @download_folder
 @quiet
@@ -190,10 +204,10 @@ def solve(
     """Solve for the merging weights from the statistics file STATS.
 
     STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
-    Face Hub. Takes a second and needs neither models nor data. Prints, for each submodule, the merging weight of each
-    expert and the share of its feature change that the merge keeps. Models go by their names in that table or in STATS,
-    the base model too. --task-weight says how much an expert's task counts against the others', --keep-weight how much
-    the base model's prompts do, if STATS has any (0 leaves them out); --task-weight and --model may be repeated.
+    Face Hub. Solving takes a second and needs neither models nor prompts. The command prints, for each submodule, the
+    merging weight of each expert and the share of its feature change that the merge keeps. Name models, including the
+    base model, as this table or STATS does. --task-weight and --model may be repeated. --keep-weight is 1.0 by default
+    if STATS has prompts of the base model; 0 leaves them out.
     """
     import torch
 
@@ -245,21 +259,22 @@ def _write_recipe(
 @main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=100, show_default=True, help="Held-out records of each task."
-)
+@click.option("--samples", type=COUNT, default=100, show_default=True, help="The most held-out prompts of each task.")
 @numbers_file
 def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, **options: Any) -> None:
     """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
 
-    The best first: on average and for each task, the share of the short answers that greedy decoding gives exactly, on
-    records of `evaluation`, or else on those of `calibration` that calibration did not use; and how many answers were
-    right and are wrong now (lost), or were wrong and are right (gained), against the task's expert, on the base model's
-    own task against the base model. Where answers have a form, the share that keeps it: a closing </think>, valid JSON,
-    an end token. Apart from these, the share of the expert's gain in likelihood over the base model that is kept, and
-    the negative log-likelihood per token of the answers, or of all tokens where no answer is known (lower is better).
-    RECIPE may be for any method, also mergekit's
-    own, if it names a `calibration` for each expert. Each model is run once, one layer in memory at a time, in float32.
+    Each model is scored on the prompts of `evaluation`, or else on those of `calibration` that calibration did not use.
+    The first table has the share of the short answers that greedy decoding gives exactly, on average and for each task,
+    the best model first. "lost" counts the answers that the task's expert gives and the model does not, "gained" the
+    reverse; on the base model's own task they compare with the base model. Where answers have a form (a closing
+    </think>, valid JSON, an end token), a table has the share that keeps it.
+
+    Two more tables have the share of the expert's gain in likelihood over the base model that is kept, and the negative
+    log-likelihood per token of the answers, or of all tokens where no answer is known (lower is better).
+
+    RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. Each model is run
+    once, in float32, with one layer in memory at a time.
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.evaluation.evaluate import evaluate as ranked
@@ -269,21 +284,22 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     _show(found, found.to_json, json_file)
 
 
-@main.command(cls=ModelCommand, short_help="Measure how linear a recipe's models are in their weights.")
+@main.command(cls=ModelCommand, short_help="Measure whether features are linear in the experts' weights.")
 @recipe_path
 @output_folder
 @measured_levels("model, layer, attn_mlp")
-@click.option("--samples", type=click.IntRange(min=1), default=5, show_default=True, help="Samples of each task.")
-@click.option("--pairs/--no-pairs", default=True, show_default=True, help="25 merges of every two experts.")
-@click.option("--triples", is_flag=True, help="27 merges of every three experts.")
+@click.option("--samples", type=COUNT, default=5, show_default=True, help="The number of prompts of each task.")
+@click.option("--pairs/--no-pairs", default=True, show_default=True, help="Measure 25 merges of every two experts.")
+@click.option("--triples", is_flag=True, help="Measure 27 merges of every three experts.")
 def linearity(
     recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
-    """Measure how linear RECIPE's models are in their weights, as the paper does, before merging them.
+    """Measure whether RECIPE's experts change features in proportion to their weights, before merging them.
 
-    The non-linearity score of every expert, and how far merges of them are from adding up: linearity.json, and a page
-    with figures (linearity.html) in DIR. Takes as long as tens of calibrations; prints the number of forward passes
-    first. On several GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
+    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the paper's
+    non-linearity score of every expert, and how far the features of merges are from the sum of the experts' changes.
+    It first prints the number of forward passes, and takes the time of tens of calibrations. On several GPUs:
+    torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
@@ -304,16 +320,16 @@ def linearity(
         click.echo(f"{verdict(result)}\n\n{result}\n\n{path} written")
 
 
-@main.command(short_help="Show what a merge keeps and how sure its weights are.")
+@main.command(short_help="Write a page on what a merge by slta keeps of each expert.")
 @click.argument("stats")
 @output_folder
 @download_folder
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    What it keeps of each expert, layer by layer, and the merging weights with their intervals, at level attn_mlp, or at
-    the first that STATS holds. STATS is a file that `calibrate` wrote, the folder of a merge by slta, or
-    hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. A recipe of featcal has `report: FOLDER` instead.
+    The page shows what the merge keeps of each expert, layer by layer, and the merging weights with their intervals, at
+    level attn_mlp or else at the first level in STATS. STATS is a file that `calibrate` wrote, the folder of a merge by
+    slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. For featcal, set `report: FOLDER` in the recipe.
     """
     import torch
 
@@ -330,10 +346,10 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 @recipe_path
 @click.argument("out")
 def merge(recipe: Path, out: str, **options: Any) -> None:
-    """Merge RECIPE's models into the folder OUT, as mergekit-yaml does, with a check first.
+    """Check RECIPE, then merge its models into the folder OUT, as mergekit-yaml does.
 
-    Use it where Python's start-up files are off, so that mergekit-yaml does not know our methods. It takes all of
-    mergekit-yaml's options. Under torchrun all processes calibrate, and the first one merges.
+    Use this command where Python's start-up files are disabled: mergekit-yaml does not know this plugin's methods
+    there. It takes all options of mergekit-yaml. Under torchrun, all processes calibrate and the first one merges.
     """
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.host.run import merge as merge_models
@@ -344,15 +360,15 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
         merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
 
 
-@main.command(cls=ModelCommand, short_help="Re-read a finished merge, and say whether programs can use it.")
+@main.command(cls=ModelCommand, short_help="Check that programs can use a finished merge.")
 @recipe_path
 @merged_folder
 def verify(recipe: Path, out: Path, **options: Any) -> None:
-    """Re-read the merged model in OUT tensor by tensor, and say whether programs can use it.
+    """Re-read the merged model in OUT tensor by tensor, and check that programs can use it.
 
-    Its tensors must have the names and shapes of the base model's, and RECIPE's data type; their values must be finite,
-    and transformers must load them all. Names the files of the base model that OUT lacks. Needs neither the experts nor
-    data. Exit code 1 if something is wrong.
+    The tensors must have the names and shapes of the base model's tensors and RECIPE's data type. Their values must be
+    finite, and transformers must load them all. The command lists the base model's files that OUT lacks. It needs
+    neither the experts nor prompts. The exit code is 1 if something is wrong.
     """
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge
@@ -366,15 +382,15 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
 @main.command(short_help="Check a merged model and upload it to the Hub.")
 @merged_folder
 @click.argument("repository", metavar="ORG/NAME")
-@click.option("--private", is_flag=True, help="Make a new repository private; else its organisation's default decides.")
-@click.option("--dry-run", is_flag=True, help="Check, and show what would be uploaded; write and upload nothing.")
+@click.option("--private", is_flag=True, help="Make a new repository private.  [default: the organization's setting]")
+@click.option("--dry-run", is_flag=True, help="Only check, and list the files to upload.")
 @trusted_code
 @quiet
 def publish(out: Path, repository: str, **options: bool) -> None:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 
-    Uploads weights, configuration, tokenizer, card, recipe and statistics, and shows which files these are; never
-    calibration data, caches or unfinished files. Log in with `hf auth login` first.
+    The command uploads weights, configuration, tokenizer, card, recipe and statistics, and lists these files. It leaves
+    out calibration data, caches and unfinished files. Log in with `hf auth login` first.
     """
     import transformers
 

@@ -12,6 +12,7 @@ import click
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
+COUNT = click.IntRange(min=1)
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
 # mergekit's options that say where to compute and how to get models, copied because to import mergekit takes seconds.
@@ -78,15 +79,15 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
 recipe_path = click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 output_folder = click.option(
-    "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="Folder to write."
+    "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="The folder to write."
 )
 trusted_code = click.option(
     "--trust-remote-code/--no-trust-remote-code",
     default=False,
     help="Run the Python code that comes with the model (dangerous).",
 )
-download_folder = click.option("--transformers-cache", help="Folder for downloaded files.")
-quiet = click.option("--quiet/--no-quiet", default=False, help="No table and no progress bars.")
+download_folder = click.option("--transformers-cache", help="The folder for downloaded files.")
+quiet = click.option("--quiet/--no-quiet", default=False, help="Print no table and no progress bars.")
 numbers_file = click.option(
     "--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output."
 )
@@ -100,5 +101,5 @@ def measured_levels(default: str) -> Callable[[Callable[..., None]], Callable[..
         metavar="LEVEL",
         type=click.Choice(LEVELS),
         callback=lambda context, option, levels: [level for level in LEVELS if level in levels],
-        help=f"What gets weights of its own: {LEVELS_HELP}; repeatable.  [default: {default}]",
+        help=f"The level to measure: {LEVELS_HELP}; repeatable.  [default: {default}]",
     )

@@ -189,7 +189,7 @@ def template_fields(template: str) -> list[str]:
         ) from error
     if not named or any(not _FIELD.fullmatch(name) or "{" in (form or "") for name, form in named):
         raise SltaError(
-            f"The template {template!r} must name fields of a record, each as '{{field}}', '{{field[key]}}' for a part "
+            f"The template {template!r} must name fields of a row, each as '{{field}}', '{{field[key]}}' for a part "
             "of a field, or '{field:format}'."
         )
     return [name.split("[")[0] for name, _ in named]

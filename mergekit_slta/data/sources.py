@@ -130,7 +130,7 @@ class CalibrationSource:
             if len(drawn) == samples:
                 break
             try:
-                where = f"record {index + 1}"
+                where = f"row {index + 1}"
                 text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
             except UnfitRecord as error:
                 unfit.append(str(error))
@@ -141,13 +141,13 @@ class CalibrationSource:
             elif row not in repeated:
                 drawn.append(_Sample(index, row, answer, text))
         if not (drawn or used):
-            all_empty = f"all {empty} are empty. Name another source, or a 'template' of fields with text."
+            all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
             none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
-            raise SltaError(f"{source} has no usable record: {none_fits if unfit else all_empty}")
+            raise SltaError(f"{source} has no usable row: {none_fits if unfit else all_empty}")
         for sentence in [] if used else self._notes(drawn, empty, unfit):
             LOG.warning("%s: %s", source, sentence)
         if 0 < len(drawn) < samples:
-            which = "records that calibration did not use" if used else "usable records that 'samples' asks for"
+            which = "prompts that calibration did not use" if used else "prompts that 'samples' sets"
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
         return CalibrationData(
             self.source,
@@ -164,21 +164,21 @@ class CalibrationSource:
             return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
 
         answer, length = sample.answer, len(sample.row)
-        sees = f"Record {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
+        sees = f"Row {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
         if not answer:
             return f"{sees}; no answer is known."
         return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < length else 'lies beyond max_tokens'}."
 
     def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
-        """What of the records is not in the samples, a sentence each."""
+        """What the prompts lack of the rows, a sentence each."""
         if empty:
-            yield f"skipped {counted(empty, 'empty record')}."
+            yield f"skipped {counted(empty, 'empty row')}."
         if unfit:
-            yield f"skipped {counted(len(unfit), 'record')}, the first because {unfit[0]}"
+            yield f"skipped {counted(len(unfit), 'row')}, the first because {unfit[0]}"
         for part, count in Counter(part for sample in drawn for part in sample.text.left_out).items():
             yield (
-                f"the chat template leaves out {part} of {count} of {len(drawn)} records: write it by a 'template', "
-                "or as the record's 'text'."
+                f"the chat template leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
+                "in the field 'text'."
             )
         chats = [sample.text.text for sample in drawn if sample.text.is_chat]
         split = {marker for text in chats for marker in self._split_markers if marker in text}
@@ -297,7 +297,7 @@ def read_records(source: str) -> Sequence[Record]:
     """
     records = _read_dataset(source) if is_dataset(source) else _read_file(source)
     if not len(records):
-        raise SltaError(f"Calibration source {source!r} has no records: add some, or name another source.")
+        raise SltaError(f"Calibration source {source!r} has no rows: add some, or name another source.")
     return records
 
 
@@ -346,7 +346,7 @@ def _read_csv(path: str) -> list[Record]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         records: list[Record] = [*csv.DictReader(file, strict=True)]
     if more := next((number for number, record in enumerate(records, 1) if None in record), None):
-        raise ValueError(f"record {more} has more fields, separated by commas, than the first line names")
+        raise ValueError(f"row {more} has more fields, separated by commas, than the first line names")
     return records
 
 

@@ -8,7 +8,7 @@
 3. Finish with the hidden states after the last layer, for the output head.
 
 One layer of each model is in memory at a time, beside what is read ahead of the next one. When the memory of a single
-process runs out, the loop begins again with half the token positions in a batch. A method is an ``Accumulator``; the
+process runs out, the loop begins again with half the token positions in a batch. A method is a ``LayerMethod``; the
 loop knows none of them.
 """
 
@@ -47,7 +47,7 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 @dataclass
-class Accumulator(ABC, Generic[Result]):
+class LayerMethod(ABC, Generic[Result]):
     """A method: the streams that it follows, and its computation in each layer.
 
     Attributes:
@@ -96,7 +96,7 @@ class Accumulator(ABC, Generic[Result]):
 @torch.no_grad()
 @exact_products()
 def pass_layers(
-    accumulator: Accumulator[Result],
+    method: LayerMethod[Result],
     *,
     partial: Partial | None = None,
     progress: Progress = lambda samples: None,
@@ -104,7 +104,7 @@ def pass_layers(
     """Run all samples through the layers, one layer after the other.
 
     Args:
-        accumulator: the method.
+        method: what is computed in each layer.
         partial: the folder of finished layers, which are not computed again.
         progress: called with the number of this process's samples that have passed another step; negative when all
             steps are repeated with smaller batches.
@@ -113,8 +113,8 @@ def pass_layers(
         SltaError: a checkpoint's tensors are missing or not finite, a layer's file cannot be written, or one sample, or
             with several processes one batch, does not fit into memory.
     """
-    device, positions = accumulator.decoder.device, fitting_batch(accumulator.decoder)
-    longest = max(len(token_ids) for samples in accumulator.tasks for token_ids in samples)
+    device, positions = method.decoder.device, fitting_batch(method.decoder)
+    longest = max(len(token_ids) for samples in method.tasks for token_ids in samples)
     while True:
         steps: list[int] = []
 
@@ -123,44 +123,44 @@ def pass_layers(
             progress(samples)
 
         try:
-            return _run(accumulator, positions, partial, report)
+            return _run(method, positions, partial, report)
         except torch.OutOfMemoryError as error:
-            fix = "run one process alone, which takes fewer" if accumulator.ranks.count > 1 else "lower 'max_tokens'"
-            if accumulator.ranks.count > 1 or positions <= longest:
+            fix = "run a single process, which needs fewer" if method.ranks.count > 1 else "lower 'max_tokens'"
+            if method.ranks.count > 1 or positions <= longest:
                 raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {device}: {fix}; if that does "
-                    "not help, the layers themselves are too large for it."
+                    f"{positions} token positions at once do not fit into the memory of {device}: {fix}. If that does "
+                    "not help, the layers themselves are too large."
                 ) from error
         positions //= 2
-        LOG.warning("Out of memory on %s: beginning again with %d token positions at once", device, positions)
+        LOG.warning("Out of memory on %s: restarting with %d token positions at once", device, positions)
         progress(-sum(steps))
         gc.collect()  # not above, where the error still holds what the run had in memory
         if device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps freed blocks in sizes that no longer fit
 
 
-def _run(accumulator: Accumulator[Result], positions: int, partial: Partial | None, report: Progress) -> Result:
+def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, report: Progress) -> Result:
     """The loop, with at most ``positions`` token positions at once."""
-    decoder, ranks = accumulator.decoder, accumulator.ranks
+    decoder, ranks = method.decoder, method.ranks
     layers = range(len(decoder))
     finished: set[int] = set()
     if partial is not None:
-        finished = partial.finished([accumulator.shapes(layer) for layer in layers])
+        finished = partial.finished([method.shapes(layer) for layer in layers])
         ranks.require_equal(len(finished), partial.folder)
-    batches = decoder_batches(decoder, accumulator.tasks, positions, ranks)
-    streams = Streams(decoder, accumulator.sources(), batches)
+    batches = decoder_batches(decoder, method.tasks, positions, ranks)
+    streams = Streams(decoder, method.sources(), batches)
     with ThreadPoolExecutor(1) as thread:
-        reader = Reader(decoder, accumulator.models, thread)
+        reader = Reader(decoder, method.models, thread)
         for layer in layers:
             # The weights get no name here, so that they are freed before the next layer's are made.
             if partial is not None and layer in finished:
-                accumulator.repeat_layer(layer, reader.take(layer), partial.load(layer), streams, report)
+                method.repeat_layer(layer, reader.take(layer), partial.load(layer), streams, report)
             else:
-                tensors = accumulator.take_layer(layer, reader.take(layer), streams, report)
+                tensors = method.take_layer(layer, reader.take(layer), streams, report)
                 if partial is not None and ranks.first:
                     partial.finish_layer(layer, tensors)
             streams.advance()
-    return accumulator.finish(streams, report)
+    return method.finish(streams, report)
 
 
 class Reader:

@@ -61,7 +61,7 @@ class Partial:
     def _create(self) -> None:
         odd, run = _odd_entry(self.folder), run_of(self.folder)  # in this order: another process may begin between them
         if run is None and odd:
-            raise SltaError(f"{self.folder} holds {odd}, which is no unfinished work: name another file or folder.")
+            raise SltaError(f"{self.folder} holds {odd}, which no unfinished run writes: name another file or folder.")
         self._created = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -70,7 +70,7 @@ class Partial:
             self._lock.acquire()
         except filelock.Timeout:
             raise SltaError(
-                f"Another process or thread is at work in {self.folder}: wait until it has ended."
+                f"Another process or thread is working in {self.folder}: wait until it has ended."
             ) from None
         except (OSError, NotImplementedError):  # some file systems have no locks
             LOG.debug("%s cannot be locked", self.folder, exc_info=True)
@@ -93,11 +93,11 @@ class Partial:
         if known is not None and (changed := [key for key in run if known.get(key) != run[key]]):
             if not replace:
                 raise SltaError(
-                    f"{self.folder} belongs to another measurement (other {', '.join(changed)}): finish that one, or "
-                    "delete the folder."
+                    f"{self.folder} belongs to another measurement (different {', '.join(changed)}): finish that "
+                    "measurement, or delete the folder."
                 )
             if any(self.folder.glob("*.safetensors")):
-                LOG.warning("%s held layers of another merge (other %s): deleted.", self.folder, ", ".join(changed))
+                LOG.warning("Deleted layers of another merge (different %s) in %s.", ", ".join(changed), self.folder)
             self._delete_layers()
         if not (self.folder / RUN).exists():
             with _written(self.folder / RUN) as beside:
@@ -149,7 +149,7 @@ class Partial:
 def require_finished(out: Path) -> None:
     """Refuse the output folder of a merge that was interrupted."""
     if (out / files.PARTIAL_OF_MERGE).exists():
-        raise SltaError(f"The merge into {out} is not finished: run it again, it goes on where it ended.")
+        raise SltaError(f"The merge into {out} is not finished: run it again, and it resumes where it ended.")
 
 
 def run_of(folder: Path) -> dict[str, Any] | None:
@@ -198,5 +198,5 @@ def _written(file: Path) -> Iterator[Path]:
             yield beside
     except (OSError, SafetensorError) as error:
         raise SltaError(
-            f"{file} cannot be written ({error}): make room and run it again, it resumes after the last finished layer."
+            f"{file} cannot be written ({error}): make room and run it again; it resumes after the last finished layer."
         ) from error

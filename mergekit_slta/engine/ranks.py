@@ -53,9 +53,7 @@ class Ranks:
     def require_equal(self, number: int, place: Path) -> None:
         """Refuse, on all ranks, if they have not found the same ``number`` of things at a ``place`` on the disk."""
         if len(set(self.gather(number))) > 1:
-            raise SltaError(
-                f"The processes see different files in {place}: it must be a folder that all of them share."
-            )
+            raise SltaError(f"The processes see different files in {place}: name a folder that all of them share.")
 
     def together(self, work: Callable[[], Result]) -> Result:
         """Do the same work on every rank, and end all if one refuses; the first that refuses prints its reason.

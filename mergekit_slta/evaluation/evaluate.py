@@ -18,14 +18,14 @@ from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
-from mergekit_slta.tables import Paragraphs, Table, as_json, as_percentage, short_names
-from mergekit_slta.words import enumerated
+from mergekit_slta.tables import Paragraphs, Table, as_json, short_names
+from mergekit_slta.words import as_score, enumerated
 
 SHORT_ANSWER = 32  # tokens
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
 # The fields of a TaskScore in tables of pandas.
 COLUMNS = ("exact answers", "lost answers", "gained answers", "form kept", "gain kept", "negative log-likelihood")
-MORE = "Add records (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data by `evaluation`."
+MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TaskScore:
     """How a model does a task.
 
     Attributes:
-        exact: the share of the short answers that greedy decoding gives; None where no record has one.
+        exact: the share of the short answers that greedy decoding gives; None where no prompt has one.
         lost: how many short answers the task's expert gives (on the base model's own task, the base model), and this
             model does not.
         gained: how many short answers this model gives, and the task's expert does not.
@@ -57,8 +57,8 @@ class TaskComparison:
 
     Attributes:
         model: the expert, or the base model.
-        records: how many held-out records were used.
-        known: how many of them show where their answer begins; of the others all tokens are predicted.
+        records: how many held-out prompts were used.
+        known: how many of them have a known answer; of the others all tokens are predicted.
         answers: how many have a short answer, of at most ``SHORT_ANSWER`` tokens; on the base model's own task, only
             those count that the base model gives.
         forms: how many answers have a form: they close ``</think>``, are JSON, or a special token ends them.
@@ -81,7 +81,7 @@ class Comparison(Paragraphs):
 
     Attributes:
         tasks: by the short names of the experts, in the recipe's order; then the base model's own, if it has one.
-        unscored: the tasks without a record to score, by the same names.
+        unscored: the tasks without a prompt to score, by the same names.
     """
 
     tasks: dict[str, TaskComparison]
@@ -133,60 +133,61 @@ class Comparison(Paragraphs):
             ]
             return Table(["model", "average", *counts, *tasks], rows)
 
-        yield "On held-out records of each task, the best model first:"
+        yield "On held-out prompts of each task, the best model first:"
         if any(task.answers for task in tasks.values()):
             yield (
-                f"Share of the short answers (at most {SHORT_ANSWER} tokens) that are given exactly, and how many were "
-                "right and are wrong now (lost), or were wrong and are right (gained), against the task's expert"
+                f"Share of the short answers (at most {SHORT_ANSWER} tokens) that a model gives exactly; the task's "
+                "expert gives the answers that are lost, and does not give those that are gained"
             )
-            yield table(lambda score: as_percentage(score.exact, digits=0), "lost", "gained")
+            yield table(lambda score: as_score(score.exact), "lost", "gained")
         if any(task.forms for task in tasks.values()):
-            form = "their form (a closing </think>, valid JSON, the token that ends them)"
+            form = "the form (a closing </think>, valid JSON, an end token)"
             if all(mean.form == 1 for mean in ranking.values()):
-                yield f"All models keep {form} in all answers"
+                yield f"All models keep {form} of all answers"
             else:
-                yield f"Share of the answers that keep {form}"
-                yield table(lambda score: as_percentage(score.form, digits=0))
+                yield f"Share of the answers of which a model keeps {form}"
+                yield table(lambda score: as_score(score.form))
         if any(mean.kept is not None for mean in ranking.values()):
             yield (
-                "Share of the experts' gain in likelihood that is kept, which is no share of right answers (0% = base "
-                "model, 100% = expert, below 0 = worse than the base model)"
+                "Share of the expert's gain in likelihood that a model keeps (0 = base model, 1 = expert, below 0 = "
+                "worse than the base model); the share of right answers may differ"
             )
-            yield table(lambda score: as_percentage(score.kept, digits=0))
-        yield "Negative log-likelihood per token of the answers (of all tokens where none is known), lower is better"
+            yield table(lambda score: as_score(score.kept))
+        yield "Negative log-likelihood per token of the answers (of all tokens where none is known); lower is better"
         yield table(lambda score: f"{score.loss:.4f}")
         counts = [
             [name, *map(str, (of.records, of.known, of.answers, of.forms, of.tokens))] for name, of in tasks.items()
         ]
-        yield Table(["task", "records", "show an answer", "a short one", "with a form", "scored tokens"], counts)
+        yield Table(["task", "prompts", "with an answer", "with a short one", "with a form", "scored tokens"], counts)
         yield from self._notes()
 
     def _notes(self) -> Iterator[str]:
         """Sentences on tasks that need one."""
         if self.unscored:
-            yield f"Not scored, for want of records that calibration did not use: {enumerated(self.unscored)}. {MORE}"
+            yield f"Not scored, because all prompts calibrate: {enumerated(self.unscored)}. {MORE}"
         if keep := self.tasks.get(KEEP):
             yield (
-                "The base model's own task: 100% is kept where a model does as well as it, 0% where it does as the "
-                "experts' mean. Answers are lost and gained against the base model, and in the share of short answers "
-                "only those count that it gives."
+                "The base model's own task: a model keeps 1 if its likelihood is the base model's, and 0 if it is the "
+                "experts' mean. Lost and gained answers compare with the base model, and the share of short answers "
+                "counts only those that the base model gives."
             )
             if keep.scores[BASE].kept is None:
-                yield "The experts do no worse there than it, so these records do not tell what is kept of it."
+                yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
         experts = {name: task for name, task in self.tasks.items() if name != KEEP}
         if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
-            yield f"Experts no better than the base model on their own task, with no gain to keep: {', '.join(idle)}."
+            yield f"No gain to keep, because the expert is no better than the base model: {', '.join(idle)}."
         answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
-        if weak := [f"{name} ({share:.0%})" for name, share in answered.items() if share is not None and share < 0.5]:
+        if weak := {name: share for name, share in answered.items() if share is not None and share < 0.5}:
             yield (
-                f"Experts that give under half of their own task's short answers exactly: {', '.join(weak)}. Their "
-                "records may not reach the model as in its training: write them so by a `template`, such as "
+                "These experts give under half of their own task's short answers exactly: "
+                f"{', '.join(f'{name} ({as_score(share)})' for name, share in weak.items())}. Their prompts "
+                "may have another format than in training: write that format in a `template`, such as "
                 "'{prompt}{completion}' where nothing stands between the two."
             )
         if any(task.known < task.records for task in self.tasks.values()):
             yield (
-                "Of records that show no answer all tokens are scored, which says less. Records with `prompt` and "
-                "`completion`, or with `messages`, show it, and so does a `template` that ends with its field."
+                "Without a known answer, all tokens of a prompt are scored, which says less. Rows with `prompt` and "
+                "`completion`, or with `messages`, show the answer, and so does a `template` that ends with its field."
             )
 
 
@@ -196,31 +197,31 @@ def evaluate(
     samples: int | SupportsIndex = 100,
     **options: Unpack[Options],
 ) -> Comparison:
-    """Rank merged models, the base model and the experts by how they do every task.
+    """Rank merged models, the base model and the experts by their answers on each task.
 
-    The records are those of ``evaluation``, or else the next ones of each calibration source, cut as calibration cuts
-    them and tokenized by the base model's tokenizer for all models. Each model is run once, in float32, with one
-    decoder layer in memory.
+    The prompts are those of ``evaluation``, or else the next ones of each calibration source, cut at ``max_tokens`` and
+    tokenized with the base model's tokenizer for all models. Each model is run once, in float32, with one decoder layer
+    in memory.
 
     Args:
-        recipe: the merges' recipe, of any method that gives ``calibration`` for the experts, or its file; for one that
-            is opened already there are no options.
+        recipe: a recipe of any method, or its file, with ``calibration`` for each expert; an opened one takes no
+            options.
         merged: the folder that a merge was written to, or several.
-        samples: how many records per task.
+        samples: the most prompts of each task.
         options: see ``Options``.
 
     Returns:
         The scores of all models on each task; printed, it is tables.
 
     Raises:
-        SltaError: an expert has no calibration source, no task has a record left, or a model cannot be run by layers.
+        SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
     """
     given = recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe))
     experiment = opened(given, options)
     listed = [merged] if isinstance(merged, (str, os.PathLike)) else merged
     folders = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in listed))
     if not folders:
-        raise SltaError("No merged model is named to evaluate: give the folder of one or more.")
+        raise SltaError("'merged' names no model: give the folders of one or more merged models.")
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
@@ -229,7 +230,7 @@ def evaluate(
     tasks = dict(zip([*titles, KEEP], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count))}
     if not groups:
-        raise SltaError(f"No task has a record to evaluate on: calibration uses all. {MORE}")
+        raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")
     names = [BASE, *map(_expert, titles)]
     taken = {*names, *map(published_name, experiment.recipe.references)}
     merges = [folder.name for folder in folders]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, layer_bar, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, layer_bar, pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
@@ -78,8 +78,8 @@ def score_model(
     highest = max(token for group in groups for sample in group for token in sample.token_ids)
     if highest >= (vocabulary := checkpoint.config.get_text_config().vocab_size):
         raise SltaError(
-            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} knows only {vocabulary} "
-            "tokens: only models with the base model's vocabulary can be compared."
+            f"The base model's tokenizer gives the token id {highest}, but {checkpoint} has only {vocabulary} "
+            "tokens: compare only models with the base model's vocabulary."
         )
     decoder = trace(checkpoint.config, checkpoint.trust_remote_code, device)
     if decoder.tail_problem:
@@ -88,15 +88,14 @@ def score_model(
             "library that runs whole models."
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    accumulator = _Scoring(decoder, [checkpoint], tasks, Ranks(), groups)
     with layer_bar(doing, [checkpoint], len(decoder), sum(map(len, groups)), quiet) as progress:
-        scores = pass_layers(accumulator, progress=progress)
+        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), progress=progress)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
 
 
 @dataclass
-class _Scoring(Accumulator[dict[int, Score]]):
+class _Scoring(LayerMethod[dict[int, Score]]):
     """Each record's score, by its number among the records of all groups."""
 
     groups: Sequence[Group]

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from mergekit_slta.layers.calls import random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerCall, LayerRun, hidden_of
 from mergekit_slta.layers.maps import LinearMap, Weights, is_fused, is_numbered, linear_maps, takes_some_tokens
-from mergekit_slta.layers.trace import all_before, made_up_layer, ratio
+from mergekit_slta.layers.trace import all_before, made_up_layer, random_numbers, ratio
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"

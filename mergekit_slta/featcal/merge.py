@@ -1,8 +1,8 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
 After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
-(``anchor.py``); the solution stays near a point beyond it. ``solved.py`` brings the samples' token ids, and gives
-mergekit each tensor from the folder of solved layers.
+(``anchor.py``); the solution stays near a point beyond it. ``model.py`` has the start, which loads the
+samples' token ids, and the end, which gives mergekit each tensor from the folder of solved layers.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
@@ -26,7 +26,7 @@ maps it is zero. A mixture's routed experts are solved one by one, each on the t
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
-``regression.py`` defines s_t, H and the bias (``Change.offset``), ``solved.py`` the weights w_x. H is built from the
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``model.py`` the weights w_x. H is built from the
 matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that their tokens
 cover. Unless a recipe gives the ridge, held-out samples choose it for every group.
 
@@ -41,27 +41,28 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import covariance, merge_by_covariance
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
-from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, kept_in_words
-from mergekit_slta.featcal.passage import EXPERT, MERGED, Passage
+from mergekit_slta.featcal.groups import SHARED, LayerMaps, MapGroup, groups_by_layer, kept_in_words
 from mergekit_slta.featcal.regression import PRECISION, RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden
+from mergekit_slta.layers.decoder import INPUT, Decoder, hidden_of
+from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden, routed_inputs
 from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack, stack_of
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 
 LOG = logging.getLogger(__name__)
+MERGED, EXPERT = range(2)  # the streams
 
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
 # larger, each in the directions of its own task.
@@ -71,7 +72,7 @@ DRIFT = 0.5
 # A routed expert's map is solved if this many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
-HEAD_ELEMENTS = 2**28
+HEAD_ELEMENTS = 2**26
 # In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
 ERRORS, RIDGES = "error.merged", "error.ridges"
 
@@ -137,7 +138,7 @@ def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
 
 
 @dataclass
-class _FeatureMerge(Accumulator[Tensors]):
+class _FeatureMerge(LayerMethod[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``.
 
     Attributes:
@@ -184,7 +185,7 @@ class _FeatureMerge(Accumulator[Tensors]):
         """Set what the layer makes of both streams; returns the mean relative error by task [T]."""
         sums = torch.zeros(2, len(self.tasks), dtype=torch.float64)
         for number, batch in enumerate(solver.streams.batches):
-            merged, expert = map(batch.unpadded, solver.passage(number).finish(solver.merged))
+            merged, expert = map(batch.unpadded, solver.begin_or_continue(number).finish(solver.merged))
             del solver.passages[number]
             norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             errors = (merged - expert).norm(dim=1) / norms
@@ -243,7 +244,7 @@ class _FeatureMerge(Accumulator[Tensors]):
             tasks = (self._head_tokens(head, task, part, streams, report) for task in range(len(self.owners)))
             change = self.regression(head.matrix(anchor)[part], tasks, ridge, streams.tokens).solve()
             if change.ridge is None:
-                LOG.warning("The output head keeps the anchor's weights (its inputs are not finite)")
+                LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
                 return {}
             ridge = change.ridge  # the choice of the first part holds for the whole head
             solved[head.weight][part] += change.matrix
@@ -293,15 +294,15 @@ class _LayerMerge:
         stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
         self._stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
         self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self._stacks.items()}
-        self.passages: dict[int, Passage] = {}
+        self.passages: dict[int, _Passage] = {}
         self.ridges: list[float] = []
         self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights
 
-    def passage(self, number: int) -> Passage:
-        """A batch on its way through the layer."""
+    def begin_or_continue(self, number: int) -> _Passage:
+        """A batch on its way through the layer; when it begins, the task's own model runs the whole layer."""
         if number not in self.passages:
-            owner = self.owners[self.streams.batches[number].task]
-            self.passages[number] = Passage(self.streams, number, self.maps, owner)
+            self.passages[number] = _Passage(self.streams, number, self.maps)
+            self.passages[number].run_expert(self.owners[self.streams.batches[number].task])
         return self.passages[number]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -309,20 +310,20 @@ class _LayerMerge:
         return {**self.merged, **self._stacks}
 
     def solve(self, group: MapGroup, report: Progress) -> None:
-        """Solve the maps of ``group``, the first group that is not solved; ``report`` is told the samples used."""
+        """Solve the first unsolved group; the layer runs inside ``regression``. ``report`` is told the samples used."""
         if group.fused:
             self._solve_routed(group, report)
         else:
             tasks = [self._tokens(group, task, report) for task in range(len(self.owners))]
             self._solve(group.maps, tasks, self.streams.tokens)
         if self._kept:
-            LOG.warning("Layer %d: %s keep the anchor's weights", self.layer, ", ".join(self._kept))
+            LOG.warning("Layer %d: %s stay actmat's merge", self.layer, ", ".join(self._kept))
             self._kept = []
 
     def _tokens(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
         """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
         for number, batch in self.streams.batches_of(task):
-            passage = self.passage(number)
+            passage = self.begin_or_continue(number)
             targets = passage.targets(group)
             inputs = batch.unpadded(passage.inputs(group, self.merged)[0])
             outputs = []
@@ -337,7 +338,7 @@ class _LayerMerge:
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
         names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
-        prior = self._prior(maps)
+        prior = _prior(self._put_anchor(maps))  # first: the tokens run through these maps
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
         regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
@@ -368,33 +369,30 @@ class _LayerMerge:
         else:
             self._stacks.get(name, self.merged[name])[expert] = tensor
 
-    def _prior(self, maps: Sequence[LinearMap]) -> torch.Tensor | None:
-        """The system [in, in] of ``actmat`` for maps of one input, with a unit mean diagonal; None if none is changed.
+    def _put_anchor(self, maps: Sequence[LinearMap]) -> torch.Tensor:
+        """Put those of the anchor's maps in place that the layer has begun without; return the sum of all covariances.
 
-        The anchor's maps that are solved with it take their place.
+        The covariances [in, in] are those of ``actmat``, of maps with one input.
         """
-        ridge, size = ActmatSettings().ridge, maps[0].matrix(self.base).shape[1]
+        size = maps[0].matrix(self.base).shape[1]
         total = torch.zeros(size, size, dtype=PRECISION, device=self.merge.decoder.device)
         for linear_map in maps:
             base = linear_map.matrix(self.base)
             tasks = [linear_map.matrix(owner) - base for owner in self.owners]
             if linear_map.weight in self._later:
-                solved = merge_by_covariance(tasks, ridge, self.merge.counts)
+                solved = merge_by_covariance(tasks, ActmatSettings().ridge, self.merge.counts)
                 self.merged[linear_map.weight] = linear_map.stored(base + solved.change.to(base.dtype))
                 total += solved.covariance
             else:
                 for task in tasks:
                     total += covariance(task)
-        if not total.any():
-            return None
-        system = with_ridge(total, ridge)
-        return system.div_(system.diagonal().mean())
+        return total
 
     def _solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
         for number, batch in enumerate(self.streams.batches):
-            routed.append(self.passage(number).routed(group, self.merged))
+            routed.append(self.begin_or_continue(number).routed(group, self.merged))
             report(len(batch.rows))
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             if name not in self._stacks:
@@ -432,6 +430,149 @@ class _LayerMerge:
             for tokens, owner in zip(reaching, self.owners, strict=True)
         ]
         self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
+
+
+class _Passage:
+    """A batch on its way through a layer: ``run_expert``, then the merged layer, from one group of maps to the next.
+
+    The layer runs once on each stream, although the merged maps become known one after another: every run goes on where
+    the run before it stopped. Modules that have run are not run again, their outputs are kept. Only what lies between
+    maps (norms, the attention's core, activations) may be computed twice.
+
+    Args:
+        streams: the merged model's stream and the experts' own, before this layer.
+        number: the batch's number.
+        maps: the layer's groups of maps.
+    """
+
+    def __init__(self, streams: Streams, number: int, maps: LayerMaps) -> None:
+        self.streams, self.number, self.maps = streams, number, maps
+        self.batch = streams.batches[number]
+        self._children = {group.child for group in maps.groups}
+        self._modules = {module for group in maps.groups for module in group.modules}
+        # What modules of the merged layer have returned, by their paths, and what it passes to later layers.
+        self._outputs: dict[str, Any] = {}
+        self._state: dict[Any, torch.Tensor] = {}
+
+    def run_expert(self, weights: Weights) -> None:
+        """Run the whole layer of the task's own model; set its output on the stream, keep what its modules return."""
+        streams, number, maps = self.streams, self.number, self.maps
+        mixtures = {group.module: group for group in maps.groups if group.fused}
+        run = streams.decoder.run(
+            streams.layer,
+            weights,
+            streams.hidden(EXPERT, number),
+            streams.call(EXPERT, number),
+            capture=mixtures,
+            keep=self._modules,
+        )
+        streams.set_output(EXPERT, number, run.output, run.state)
+        targets = {
+            module: self._routed(mixtures[module], run.inputs[module]) if module in mixtures else run.outputs[module]
+            for module in self._modules
+        }
+        before = {source for writer in maps.writers.values() for source in writer.before} - {INPUT}
+        added = {source: hidden_of(run.outputs[source]) for source in before}
+        # Of the expert's layer: what modules have returned (a mixture's, what it was given), the outputs of children
+        # that have written to the residual stream before a writer does, and the layer's own.
+        self._targets, self._added, self._expert_output = self._wait((targets, added, run.output))
+
+    def inputs(self, group: MapGroup, merged: Weights) -> tuple[Any, ...]:
+        """The arguments that the merged layer gives to a group's first module."""
+        given: tuple[Any, ...] = self._run_to(group.module, merged)
+        return given
+
+    def targets(self, group: MapGroup) -> dict[str, Any]:
+        """By module of a group: what it returns in the expert's own layer [B, S, out], or, for a mixture, the
+        ``RoutedInputs`` that it is given. They can be taken once.
+        """
+        return {module: self._back(self._targets.pop(module)) for module in group.modules}
+
+    def drift(self, module: str) -> torch.Tensor | None:
+        """By how much the expert's residual stream differs from the merged model's where a module writes to it.
+
+        It is in units of the module's output [B, S, out]; None where there is nothing to correct. In the first layer
+        the embeddings' difference does not count. The merged model has run as far as the module.
+        """
+        if (writer := self.maps.writers.get(module)) is None:
+            return None
+        drift = None
+        for source, factor in writer.before.items():
+            if source != INPUT:
+                kept = self._added[source], hidden_of(self._outputs[source])
+                expert, merged = map(self._back, kept)
+            elif self.streams.layer:
+                expert, merged = (self.streams.hidden(stream, self.number) for stream in (EXPERT, MERGED))
+            else:
+                continue
+            part = factor / writer.factor * (expert - merged)
+            drift = part if drift is None else drift + part
+        return drift
+
+    def routed(self, group: MapGroup, merged: Weights) -> tuple[RoutedInputs, torch.Tensor]:
+        """What the merged layer gives to a mixture's experts, and what the expert's layer gives in the same places."""
+        inputs, targets = self._routed(group, self.inputs(group, merged)), self.targets(group)[group.module]
+        routed: tuple[RoutedInputs, torch.Tensor] = self._wait((inputs, _at_places_of(inputs, targets)))
+        return routed
+
+    def _routed(self, group: MapGroup, given: Sequence[torch.Tensor]) -> RoutedInputs:
+        """Which inputs of the batch's tokens go to which of a mixture's experts, without padding."""
+        experts = len({linear_map.expert for linear_map in group.maps})
+        positions = self.batch.unpadded(torch.arange(self.batch.token_ids.numel())[:, None]).flatten()
+        return routed_inputs(given, experts, positions)
+
+    def finish(self, merged: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+        """Set and return the layer's outputs [B, S, D] in both streams, once all groups are solved."""
+        output = self._run_to(None, merged)
+        self.streams.set_output(MERGED, self.number, output, self._state)
+        return output, self._back(self._expert_output)
+
+    def _run_to(self, until: str | None, merged: Weights) -> Any:
+        """Run the merged layer on, up to a module, whose arguments are returned, or to the end, for its output."""
+        run = self.streams.decoder.run(
+            self.streams.layer,
+            merged,
+            self.streams.hidden(MERGED, self.number),
+            self.streams.call(MERGED, self.number),
+            until=until,
+            replay=self._back(self._outputs),
+            keep=self._modules,
+        )
+        self._state |= self._wait(dict(run.state))  # a child that is replayed later passes nothing on again
+        finished = self._children & set(run.outputs)
+        outside = {name for name in (*self._modules, *self._outputs) if not finished & {name, name.partition(".")[0]}}
+        before = {name: output for name, output in self._outputs.items() if name in outside}
+        inside = self._modules & set(run.outputs) & outside
+        self._outputs = before | {name: self._wait(run.outputs[name]) for name in finished | inside}
+        return run.output if until is None else run.inputs[until]
+
+    def _wait(self, values: Any) -> Any:
+        """Tensors where they wait for their next use."""
+        return tree_map_only(torch.Tensor, self.streams.kept, values)
+
+    def _back(self, values: Any) -> Any:
+        """Tensors on the device that computes."""
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.streams.decoder.device), values)
+
+
+def _at_places_of(merged: RoutedInputs, expert: RoutedInputs) -> torch.Tensor:
+    """An expert's inputs [m, D] where the merged model has its inputs to the routed experts.
+
+    Where each routed expert has inputs of its own, the task's expert may have none in some of these places, because
+    its own router sends the token elsewhere. The merged model's stand there.
+    """
+    index = torch.full((int(max(merged.places.max(), expert.places.max())) + 1,), -1, device=expert.places.device)
+    index[expert.places] = torch.arange(len(expert.places), device=expert.places.device)
+    at = index[merged.places]
+    return torch.where((at >= 0)[:, None], expert.values[at], merged.values)
+
+
+def _prior(covariances: torch.Tensor) -> torch.Tensor | None:
+    """The system [in, in] of ``actmat`` with a unit mean diagonal; None where no expert has changed a map."""
+    if not covariances.any():
+        return None
+    system = with_ridge(covariances, ActmatSettings().ridge)
+    return system.div_(system.diagonal().mean())
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

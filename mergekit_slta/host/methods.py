@@ -8,10 +8,9 @@ models first, `ActmatMerge` and `SftmMerge` merge tensor by tensor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,7 +23,7 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.solved import SolvedModel, solve_model
+from mergekit_slta.featcal.model import SolvedModel, solve_model
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.layers.blend import weighted_sum
 from mergekit_slta.models.checkpoint import is_finite
@@ -39,10 +38,11 @@ from mergekit_slta.recipe.settings import (
     SltaSettings,
     parameter_specs,
 )
-from mergekit_slta.sftm.superpose import merge_task_matrices, trim
+from mergekit_slta.sftm.superpose import superpose_task
 from mergekit_slta.slta.lookup import solved, statistics_of_merge
 from mergekit_slta.slta.weights import TensorWeights
-from mergekit_slta.tables import as_percentage, short_names
+from mergekit_slta.tables import short_names
+from mergekit_slta.words import as_score
 
 if TYPE_CHECKING:
     from mergekit_slta.reports.page import Page
@@ -94,8 +94,8 @@ class Merge:
         """
         if self.experiment is None:
             raise SltaError(
-                f"'{self.spec.name}' measures whole models before it merges their tensors: run it by mergekit-yaml or "
-                "mergekit's run_merge, on model folders or Hub ids."
+                f"'{self.spec.name}' measures whole models before it merges their tensors: run it with "
+                "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
             )
         return self.experiment
 
@@ -168,17 +168,17 @@ class SltaMerge(Merge):
         experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
         statistics = statistics_of_merge(experiment, out / STATISTICS_OF_MERGE, partial)
         self.solution, self._weights = solved(experiment, statistics)
+        self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
-        kept = [f"{name} {as_percentage(share)}" for name, share in shares]
-        kept += [f"the base model on its prompts {as_percentage(self.solution.base_kept)}"] * self.solution.keeps_base
-        self.kept = f"Kept of each expert's change of the features: {', '.join(kept)}."
+        kept = [f"{name} {as_score(share)}" for name, share in shares]
+        kept += [f"the base model on its prompts {as_score(self.solution.base_kept)}"] * self.solution.keeps_base
+        self.kept = f"Share kept of each expert's feature change: {', '.join(kept)}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
             self.page = write_report(settings.report, "report.html", report_page(self.solution))
-        self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         assert self.opened and self._weights is not None and group.base is not None and group.metadata.name
@@ -201,10 +201,10 @@ class FeatcalMerge(Merge):
         errors, ridges = solved.measured()
         models = [published_name(task.reference) for task in experiment.recipe.tasks]
         names = [*short_names(models[: len(experiment.recipe.experts)]), "the base model"]
-        distances = [f"{name} {as_percentage(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
+        distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.kept = (
-            "Distance of the merge's features from each model's own after the last layer, on its prompts (0% is the "
-            f"model itself, lower is better): {', '.join(distances)}."
+            "Distance of the merge's features from each model's after the last layer, on the prompts of that model (0 "
+            f"is the model itself; lower is better): {', '.join(distances)}."
         )
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
@@ -301,27 +301,6 @@ class ActmatMerge(DataFreeMerge):
         return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["scale"]
 
 
-def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
-    """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
-
-    A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
-    Sums need one task vector at a time, so ``tasks`` may be a generator.
-    """
-    if role in (Role.LINEAR, Role.TRANSPOSED):
-        stacks = list(tasks)
-        if stacks[0].ndim > 2:
-            return torch.stack(
-                [superpose_task(role, matrices, density, rank) for matrices in zip(*stacks, strict=True)]
-            )
-        return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
-    trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
-    if role is Role.CONVOLUTION:
-        kernels = list(trimmed)
-        return merge_task_matrices([kernel.flatten(1) for kernel in kernels], rank).view_as(kernels[0])
-    total = functools.reduce(torch.add, trimmed)
-    return total / len(density) if role is Role.NORM else total
-
-
 class SftmMerge(DataFreeMerge):
     """Superpose Features from Task Matrices, Algorithm 2 of the paper (``sftm/superpose.py``).
 
@@ -363,11 +342,11 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     if damaged:
         return SltaError(
             f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound "
-            "copy, or set 'dtype: float32' if the recipe's is too small for them."
+            "copy, or set 'dtype: float32' if the recipe's type cannot hold its values."
         )
     return SltaError(
         f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "
-        "models' are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
+        "models' tensors are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
     )
 
 

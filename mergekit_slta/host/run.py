@@ -163,6 +163,7 @@ def run(
 
 def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     folder = Path(out)
+    # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
     notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
     for note in notes if not experiment.quiet else ():
         click.echo(f"Note: {note}", err=True)
@@ -195,13 +196,13 @@ def _merged(
     unfinished = finish_folder(experiment, folder)
     for file, _ in before.items() & entry_files(folder, options.copy_tokenizer).items():
         # Programs would read it instead of what was just written.
-        LOG.warning("%s is of an earlier merge: now %s.", file, file.replace(f"{file}.old"))
+        LOG.warning("Renamed %s of an earlier merge to %s.", file, file.replace(f"{file}.old"))
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     if options.write_model_card:
         try:
             card.write_card(folder, recipe, merge.solution)
         except Exception as error:  # the model is written: nothing about its card may make the merge fail
-            LOG.warning("The model card says only what mergekit knows (%s).", one_line(error))
+            LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
     partial.remove()
     return unfinished
 

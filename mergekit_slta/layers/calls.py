@@ -2,32 +2,23 @@
 
 A layer can run alone once the arguments of the model's call are known. ``stand_ins`` replaces every layer by a function
 while the model runs: ``embed`` so turns token ids into the first layer's input and each layer's call, and ``logits``
-and ``head_input`` continue from the last layer's output. What a stand-in must return shows in one run of a layer of
-each type with made-up weights (``with_form``).
+and ``head_input`` continue from the last layer's output. What a stand-in must return, ``LayerForm.returned``, is known
+since the model was traced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerForm, Reached, handed_on, hidden_of
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers.decoder import Decoder, LayerCall, Reached
 from mergekit_slta.layers.maps import LinearMap, Weights
-
-# The number of different values in a made-up tensor; it has no small divisors.
-RANDOM_NUMBERS = 1_000_003
-# Made-up tensors up to this many elements do not overlap in memory.
-SMALL = 2**16
-# How much rounding may change a token's hidden state, relative to the largest value.
-CAUSAL_TOLERANCE = 1e-3
-
 
 # Stand-ins
 
@@ -71,14 +62,14 @@ def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
 
 
 def embedding_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the edge tensors that ``capture`` needs: all except the output head's."""
+    """The model's names of the edge tensors that ``embed`` needs: all except the output head's."""
     return [name for name in decoder.edge_tensors if name.startswith(decoder.body_path)]
 
 
-def capture(
+def capture_calls(
     decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
 ) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
-    """Run everything before the first layer, and capture how the model calls each layer.
+    """Run everything before the first layer, and capture how the model calls each layer; raises what ``embed`` raises.
 
     Args:
         decoder: the model's decoder.
@@ -89,9 +80,6 @@ def capture(
     Returns:
         The first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand
         on as in ``LayerForm``.
-
-    Raises:
-        SltaError: the layers need more than the hidden states of the layer before.
     """
     inputs: list[torch.Tensor] = []
     calls: list[LayerCall] = []
@@ -134,9 +122,7 @@ def capture(
     elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
     if problem:
-        raise SltaError(
-            f"{decoder.name} {problem}, so no level applies to it; it can be merged with 'merge_method: actmat'."
-        )
+        raise SltaError(f"{decoder.name} {problem}, so no level applies: use 'merge_method: actmat'.")
     return inputs[0], calls, taken[-1]
 
 
@@ -154,7 +140,7 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[to
     Raises:
         SltaError: the layers need more than the hidden states of the layer before.
     """
-    hidden, calls, _ = capture(decoder, token_ids, edges, lambda layer, hidden, call: decoder.form.returned[layer])
+    hidden, calls, _ = capture_calls(decoder, token_ids, edges, lambda layer, *_: decoder.form.returned[layer])
     return decoder.tokens_first(hidden), calls
 
 
@@ -218,25 +204,6 @@ def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.
         del head.forward
 
 
-def tail_problem(decoder: Decoder) -> str | None:
-    """Why the logits cannot be computed from the last layer's output alone, if they cannot."""
-    if decoder.model.get_output_embeddings() is None:
-        return None
-    edges = made_up_edges(decoder)
-    inputs, _ = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
-    try:
-        given = head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
-        if not given.isnan().any():
-            return None
-        why = "it needs those of earlier layers too"
-    except Exception as error:  # a model's own code may raise anything
-        why = first_line(error)
-    return (
-        f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
-        f"decoder layer alone ({why}). Use 'level: layer'."
-    )
-
-
 def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
     """Run a model whose layers return ``hidden``; an embedding that is not in ``edges`` gives NaN."""
     token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
@@ -254,128 +221,3 @@ def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
             {embedding_tensor(decoder): unknown, **edges},
             kwargs={"input_ids": token_ids, "use_cache": False},
         )
-
-
-# The form of the calls
-
-
-def with_form(decoder: Decoder) -> Decoder:
-    """The decoder with its ``form``, and with the language tower alone if the model cannot run without images."""
-    try:
-        decoder = replace(decoder, form=_try_layers(decoder))
-    except SltaError:
-        raise
-    except Exception:  # a model's own code may raise anything where it is not given images
-        if decoder.tower in (decoder.model, decoder.body):
-            raise
-        return with_form(replace(decoder, body=decoder.tower))
-    return decoder if decoder.form.causal else _attending_causally(decoder)
-
-
-def _attending_causally(decoder: Decoder) -> Decoder:
-    """The decoder with the attention that is given a mask, if no token sees a later one by it; by torch's own some do.
-
-    torch's own is given none for text alone. It then takes from a flag of the module whether it is causal, and where
-    prompts may be seen as a whole beside images (PaliGemma's), that flag says no.
-    """
-    default = decoder.model.config._attn_implementation
-    decoder.model.set_attn_implementation("eager")
-    masked = replace(decoder, form=_try_layers(decoder))
-    if masked.form.causal:
-        return masked
-    decoder.model.set_attn_implementation(default)
-    return decoder
-
-
-def _try_layers(decoder: Decoder) -> LayerForm:
-    """Run the first layer of each type with made-up weights; two samples differ in the second of two tokens alone."""
-    first, second, other = some_tokens(decoder)
-    # Three samples of two tokens: the dimensions have different sizes.
-    token_ids = torch.tensor([[first, second], [first, other], [second, other]])
-    types = _types(decoder)
-    of_type: dict[Any, Any] = {}
-    state: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
-        if types[layer] not in of_type:
-            weights = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
-            run_once = decoder.run(layer, weights, hidden, call.with_state(state))
-            of_type[types[layer]] = run_once.returned
-            state.update(run_once.state)
-        return of_type[types[layer]]
-
-    hidden, _, handed = capture(decoder, token_ids, made_up_edges(decoder), run)
-    state.update(handed_on(of_type[types[0]], handed))
-    if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
-        raise SltaError(
-            f"The layers of {decoder.name} pass something to later layers that is not of single samples, so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
-        )
-    shape = hidden.shape
-    stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
-    # Each layer's output for the first token of the two samples that share it; rounding may differ.
-    pairs = [hidden_of(returned) for returned in of_type.values()]
-    pairs = [(pair.movedim(0, 2) if stacked else pair)[:2, 0] for pair in pairs]
-    return LayerForm(
-        stacked=stacked,
-        handed=handed,
-        returned=[of_type[kind] for kind in types],
-        state={path: tensor[:1] for path, tensor in state.items()},
-        causal=all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs),
-    )
-
-
-def _types(decoder: Decoder) -> list[Any]:
-    """The type of each layer: its modules and shapes, and its settings (a window, states to share)."""
-    names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
-    choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
-    return list(zip(decoder.first_of_kind, names, choices, strict=True))
-
-
-def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
-    """A module's settings that are flags or names."""
-    return tuple(
-        (name, value if isinstance(value, bool | str) else type(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, bool | str | int | None)
-    )
-
-
-# Made-up weights
-
-
-def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
-    """Random numbers in place of a model's tensors.
-
-    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
-    product copies more than one matrix.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
-        strides = list(torch.empty(tensor.shape, device="meta").stride())
-        if tensor.numel() > SMALL:
-            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
-            strides[:overlapping] = [16] * overlapping
-        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
-        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
-        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
-        values = values.repeat(-(-size // len(values))).to(device)
-        return values.as_strided(tensor.shape, strides)
-
-    return {name: numbers(tensor) for name, tensor in state.items()}
-
-
-def made_up_edges(decoder: Decoder) -> Weights:
-    """Random numbers in place of the tensors outside the layers."""
-    state = decoder.model.state_dict()
-    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
-
-
-def some_tokens(decoder: Decoder) -> list[int]:
-    """Three tokens, none of them the padding, by which some models count positions."""
-    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
-    return [token for token in range(4) if token != padding][:3]

@@ -1,7 +1,7 @@
 """A model's decoder: what is known of its layers, and the function that runs one of them with given weights.
 
 The layers are transformers' own modules on the meta device. Nothing here knows an architecture by name: ``trace`` makes
-a decoder from what layers do with made-up weights.
+a decoder from what layers do with made-up weights, once. A run then calls ``embed`` (``calls.py``) and ``Decoder.run``.
 
 ``watch`` wraps the ``forward`` of a layer's modules once. They then report to the ``LayerRun`` that is under way, which
 records their inputs and outputs, and may also replace a module's output, or end at a module's call.

@@ -2,6 +2,7 @@
 
 Nothing here knows an architecture by name.
 
+- What a layer returns besides hidden states shows in one run of a layer of each type (``LayerForm``).
 - How a layer splits into branches shows when its children return other values. Where the outputs of all children are
   given, a layer computes no more than what lies between them, such as sums: changing one output shows what is made from
   it.
@@ -23,16 +24,18 @@ import transformers
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import embed, made_up_edges, random_numbers, some_tokens, tail_problem, with_form
+from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.layers.calls import capture_calls, embed, head_input, tail_tensors
 from mergekit_slta.layers.decoder import (
     INPUT,
     Decoder,
     LayerCall,
+    LayerForm,
     LayerRun,
     LayerStructure,
     Nodes,
     fresh,
+    handed_on,
     hidden_of,
     watch,
 )
@@ -45,6 +48,12 @@ WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 OUTPUT = "<output>"
 # Of the largest number: by how much a token's features differ where a module has seen another token.
 MIXING_TOLERANCE = 1e-4
+# The number of different values in a made-up tensor; it has no small divisors.
+RANDOM_NUMBERS = 1_000_003
+# Made-up tensors up to this many elements do not overlap in memory.
+SMALL = 2**16
+# How much rounding may change a token's hidden state, relative to the largest value.
+CAUSAL_TOLERANCE = 1e-3
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
@@ -74,16 +83,16 @@ def trace_model(
     runs = watch(layers)
     decoder = Decoder(model, tower, model.base_model, layers, device, trust_remote_code, fresh(model), runs)
     try:
-        decoder = with_form(decoder)
+        decoder = _with_form(decoder)
         of_kind = {layer: find_structure(decoder, layer) for layer in decoder.one_of_each_kind()}
         structures = [of_kind[first] for first in decoder.first_of_kind]
-        return replace(decoder, structures=structures, tail_problem=tail_problem(decoder))
+        return replace(decoder, structures=structures, tail_problem=_tail_problem(decoder))
     except SltaError:
         raise
     except Exception as error:  # a model's own code may raise anything
         raise SltaError(
             f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
-            "applies to it; it can be merged with 'merge_method: actmat'."
+            "applies: use 'merge_method: actmat'."
         ) from error
 
 
@@ -110,7 +119,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
         kind = "is not a decoder-only language model"
     else:
         return
-    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat' instead.")
+    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
 
 
 def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) -> torch.nn.ModuleList:
@@ -123,8 +132,8 @@ def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) ->
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return found[0]
     raise SltaError(
-        f"Cannot find the decoder layers of {type(model).__name__}: it has no single stack of them, so no level "
-        "applies to it; it can be merged with 'merge_method: actmat'."
+        f"{type(model).__name__} has no single stack of decoder layers, so no level applies: use 'merge_method: "
+        "actmat'."
     )
 
 
@@ -144,7 +153,148 @@ def _give_buffers(model: transformers.PreTrainedModel, device: torch.device) -> 
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
 
 
-# Branches
+# The form of the calls
+
+
+def _with_form(decoder: Decoder) -> Decoder:
+    """The decoder with its ``form``, and with the language tower alone if the model cannot run without images."""
+    try:
+        decoder = replace(decoder, form=_try_layers(decoder))
+    except SltaError:
+        raise
+    except Exception:  # a model's own code may raise anything where it is not given images
+        if decoder.tower in (decoder.model, decoder.body):
+            raise
+        return _with_form(replace(decoder, body=decoder.tower))
+    return decoder if decoder.form.causal else _attending_causally(decoder)
+
+
+def _attending_causally(decoder: Decoder) -> Decoder:
+    """The decoder with the attention that is given a mask, if no token sees a later one by it; by torch's own some do.
+
+    torch's own is given none for text alone. It then takes from a flag of the module whether it is causal, and where
+    prompts may be seen as a whole beside images (PaliGemma's), that flag says no.
+    """
+    default = decoder.model.config._attn_implementation
+    decoder.model.set_attn_implementation("eager")
+    masked = replace(decoder, form=_try_layers(decoder))
+    if masked.form.causal:
+        return masked
+    decoder.model.set_attn_implementation(default)
+    return decoder
+
+
+def _try_layers(decoder: Decoder) -> LayerForm:
+    """Run the first layer of each type with made-up weights; two samples differ in the second of two tokens alone."""
+    first, second, other = _some_tokens(decoder)
+    # Three samples of two tokens: the dimensions have different sizes.
+    token_ids = torch.tensor([[first, second], [first, other], [second, other]])
+    types = _types(decoder)
+    of_type: dict[Any, Any] = {}
+    state: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
+        if types[layer] not in of_type:
+            weights = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
+            run_once = decoder.run(layer, weights, hidden, call.with_state(state))
+            of_type[types[layer]] = run_once.returned
+            state.update(run_once.state)
+        return of_type[types[layer]]
+
+    hidden, _, handed = capture_calls(decoder, token_ids, made_up_edges(decoder), run)
+    state.update(handed_on(of_type[types[0]], handed))
+    if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
+        raise SltaError(
+            f"The layers of {decoder.name} pass something to later layers that mixes prompts, so no level applies: "
+            "use 'merge_method: actmat'."
+        )
+    shape = hidden.shape
+    stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
+    # Each layer's output for the first token of the two samples that share it; rounding may differ.
+    pairs = [hidden_of(returned) for returned in of_type.values()]
+    pairs = [(pair.movedim(0, 2) if stacked else pair)[:2, 0] for pair in pairs]
+    return LayerForm(
+        stacked=stacked,
+        handed=handed,
+        returned=[of_type[kind] for kind in types],
+        state={path: tensor[:1] for path, tensor in state.items()},
+        causal=all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs),
+    )
+
+
+def _types(decoder: Decoder) -> list[Any]:
+    """The type of each layer: its modules and shapes, and its settings (a window, states to share)."""
+    names = getattr(decoder.model.config.get_text_config(), "layer_types", None) or [None] * len(decoder)
+    choices = [tuple(map(_choices, layer.modules())) for layer in decoder.layers]
+    return list(zip(decoder.first_of_kind, names, choices, strict=True))
+
+
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """A module's settings that are flags or names."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )
+
+
+def _tail_problem(decoder: Decoder) -> str | None:
+    """Why the logits cannot be computed from the last layer's output alone, if they cannot."""
+    if decoder.model.get_output_embeddings() is None:
+        return None
+    edges = made_up_edges(decoder)
+    inputs, _ = embed(decoder, torch.zeros(1, 2, dtype=torch.int64), edges)
+    try:
+        given = head_input(decoder, inputs, {name: edges[name] for name in tail_tensors(decoder)})
+        if not given.isnan().any():
+            return None
+        why = "it needs those of earlier layers too"
+    except Exception as error:  # a model's own code may raise anything
+        why = first_line(error)
+    return (
+        f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
+        f"decoder layer alone ({why}). Use 'level: layer'."
+    )
+
+
+# Made-up weights
+
+
+def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
+    """Random numbers in place of a model's tensors.
+
+    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
+    product copies more than one matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
+        strides = list(torch.empty(tensor.shape, device="meta").stride())
+        if tensor.numel() > SMALL:
+            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
+            strides[:overlapping] = [16] * overlapping
+        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
+        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
+        values = values.repeat(-(-size // len(values))).to(device)
+        return values.as_strided(tensor.shape, strides)
+
+    return {name: numbers(tensor) for name, tensor in state.items()}
+
+
+def made_up_edges(decoder: Decoder) -> Weights:
+    """Random numbers in place of the tensors outside the layers."""
+    state = decoder.model.state_dict()
+    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
+
+
+def _some_tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
 
 
 def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
@@ -152,7 +302,7 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, 
 
     Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
     """
-    first, other, last = some_tokens(decoder)
+    first, other, last = _some_tokens(decoder)
     edges = made_up_edges(decoder)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
     state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
@@ -160,6 +310,9 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, 
         path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()
     }
     return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].with_state(state)
+
+
+# Branches
 
 
 @torch.no_grad()

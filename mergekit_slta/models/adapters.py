@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-NO_FOLDER = "{model} is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER."
+NO_FOLDER = "{model} is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER."
 
 
 # An adapter's files
@@ -169,9 +169,7 @@ def adapted(
     empty = [name for name, tensor in tensors.items() if not tensor.numel()]
     if empty or not tensors:
         holds = f"empty tensors ({listed(sorted(empty))})" if empty else "no tensors"
-        raise SltaError(
-            f"The adapter {reference.lora} holds {holds}: it was saved without gathering its shards, save it again."
-        )
+        raise SltaError(f"The adapter {reference.lora} holds {holds}: save it again, and gather its shards first.")
     names, is_meta = names_in(model, tensors), next(model.parameters()).is_meta
     cure = "name the model that it was trained on"
     if any(re.search(r"\.experts\.\d", name) for name in names):
@@ -212,7 +210,7 @@ def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.
         (trained,) = differing
         return SltaError(
             f"The adapter {reference.lora} was trained with a vocabulary of {trained} tokens and {reference.model} has "
-            f"{rows}: save that model after resize_token_embeddings({trained}), and name the copy in its place."
+            f"{rows}: save that model after resize_token_embeddings({trained}), and name that copy instead."
         )
     return ValueError(f"its matrices for {_targets(name for name, *_ in sizes)} have other sizes") if sizes else error
 

@@ -158,7 +158,7 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
         config = reference.config(trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's own code may raise anything
         if "trust_remote_code" in str(error):
-            raise SltaError(f"{reference.model} brings its own code: allow it with --trust-remote-code.") from error
+            raise SltaError(f"{reference.model} needs its own code: allow it with --trust-remote-code.") from error
         raise SltaError(
             f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get a sound copy, "
             "or a version of transformers that knows the model."
@@ -185,13 +185,13 @@ def weight_map(folder: Path) -> dict[str, list[str]]:
             files = _indexed_files(index)
             if (folder / name).is_file() and name not in files:
                 raise SltaError(
-                    f"{folder / name} and {index} are two sets of weights, of which transformers reads the first and "
+                    f"{folder / name} and {index} are two sets of tensors; transformers reads the first, "
                     "mergekit the second: remove the one that is not the model's."
                 )
             return files
         if (folder / name).is_file():
             return {name: []}
-    raise SltaError(f"{folder} has no weights: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
+    raise SltaError(f"{folder} has no tensors: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -245,7 +245,7 @@ def file_headers(path: Path) -> Headers:
             }
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise SltaError(f"{path} is a git-lfs pointer without the weights: run 'git lfs pull'.")
+                raise SltaError(f"{path} is a git-lfs pointer without the tensors: run 'git lfs pull'.")
         try:
             with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
                 slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
@@ -282,7 +282,7 @@ def hub_headers(path: ModelPath) -> Headers:
             huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision)
         raise SltaError(
             f"{path} has no model.safetensors on the Hub: download pickled weights with 'hf download {path.path}' "
-            f"first, and write an adapter behind its base model, 'BASE+{path.path}'."
+            f"first; write an adapter after its base model, 'BASE+{path.path}'."
         ) from None
     stored = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
     return {name: _header(tensor.shape, tensor.dtype) for name, tensor in stored.items()}

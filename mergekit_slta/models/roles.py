@@ -116,8 +116,8 @@ def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping
         return tensor_roles(meta_model(base.config(trust_remote_code), trust_remote_code))
     except Exception as error:
         LOG.warning(
-            "%s cannot see the structure of %s (%s). It goes by the shapes of its tensors: matrices count as linear "
-            "maps.",
+            "%s cannot read the structure of %s (%s), and uses the shapes of the tensors: it treats matrices as "
+            "linear maps.",
             method,
             base or "the model",
             error,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import logit_tensors
@@ -26,7 +26,7 @@ BETWEEN = "a model between the base model and the experts"
 
 
 @dataclass
-class Interpolation(Accumulator[Grams]):
+class Interpolation(LayerMethod[Grams]):
     """Measures the Gram matrices of the settings' feature deltas on every submodule and sample.
 
     Memory holds one layer of the base model, of each expert and of one setting, and the features of all settings on

@@ -111,7 +111,7 @@ class Linearity(Paragraphs):
     def parts(self) -> Iterator[str | Table]:
         """The table of scores, and for merges one of how far feature changes are from adding up."""
         yield self.score_table()
-        yield "Mean ± standard deviation over samples and submodules; 0 is linear."
+        yield "Mean ± standard deviation over prompts and submodules; 0 is linear."
         if merges := [name for name, members in self.members.items() if len(members) > 1]:
             yield self.table("Projection distance", {"projection_distance": ""}, merges)
             yield "At 0 the feature changes of a merge add up."

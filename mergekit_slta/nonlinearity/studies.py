@@ -163,15 +163,15 @@ class Plan:
     def __str__(self) -> str:
         calibrating = sum(map(len, self.tasks)) * len(self.models)
         return (
-            f"Linearity at {', '.join(self.levels)}: {self.passes} forward passes of one sample, where calibrating on "
-            f"the same samples takes {calibrating}"
+            f"Linearity at {', '.join(self.levels)} takes {self.passes} forward passes of one prompt; calibration on "
+            f"the same prompts takes {calibrating}"
         )
 
     def measure(self, quiet: bool = True) -> Linearity:
         """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``.
 
         Raises:
-            SltaError: a level does not apply to the models, or one sample does not fit into memory.
+            SltaError: a level does not apply to the models, or one prompt does not fit into memory.
         """
         layers = range(len(self.decoder))
         result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
@@ -201,12 +201,12 @@ def linearity(
     triples: bool = False,
     **options: Unpack[Options],
 ) -> Linearity:
-    """Measure how linear a recipe's models are in their weights; the number of forward passes is logged first.
+    """Measure how linear the features are in the experts' weights; the number of forward passes is logged first.
 
     Args:
         recipe: the recipe, its file, or an opened one.
         levels: one or several; by default ``model``, ``layer`` and ``attn_mlp``.
-        samples: how many records of each expert's calibration data are used.
+        samples: how many prompts of each expert are used.
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
         options: see ``Options``.
@@ -216,7 +216,7 @@ def linearity(
 
     Raises:
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
-            the models, or one sample does not fit into memory.
+            the models, or one prompt does not fit into memory.
     """
     experiment = opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS

@@ -31,16 +31,8 @@ ALPHA_FIGURE = "mergekit-slta/alpha.png"
 BESIDE = (STATISTICS_OF_MERGE, ALPHA_FIGURE)  # of an ``slta`` merge
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
 HEADING = "## How this model was made"
-# What each method does, as a card goes on after its name and a colon.
-_IN_WORDS = {
-    "slta": "every submodule gets one merging weight for each expert, solved in closed form from a few samples of the "
-    "expert's task.",
-    "featcal": "every linear map is solved by least squares, layer by layer, so that its outputs are near those of "
-    "each expert on a few samples of the expert's task.",
-    "actmat": "every linear map is solved by least squares without data, the experts' own changes standing in for the "
-    "inputs.",
-    "sftm": "the singular features of every expert's change are kept in every matrix, without data.",
-}
+# What each method does; read here, so that a method without a sentence fails when this module is imported.
+_IN_WORDS = {method: settings.in_words for method, settings in SETTINGS.items()}
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -117,8 +109,8 @@ def _section(recipe: Recipe, solution: Solution | None) -> str:
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
         again = (
-            f"What was measured is in `{STATISTICS_OF_MERGE}`: name that file under `statistics` among the recipe's "
-            "parameters, leave `calibration` out, and no data are needed."
+            f"`{STATISTICS_OF_MERGE}` holds the measurement. To merge again without prompts, name that file under "
+            "`statistics` among the recipe's parameters, and leave `calibration` out."
         )
     option = adapter_option(recipe.references)
     return "\n\n".join(

@@ -55,7 +55,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         if template or owner != recipe.base:
             _name_tokens(written, _folder((GENERATION, "config.json"), owner.model), folder)
     except (*hub.HUB_ERRORS, SltaError) as error:
-        problems.append(f"{folder} has not all settings of {owner} ({first_line(error)}): compare them yourself.")
+        problems.append(f"{folder} lacks settings of {owner} ({first_line(error)}): copy them yourself.")
     return problems
 
 

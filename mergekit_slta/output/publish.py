@@ -52,7 +52,7 @@ class Publication(Paragraphs):
         files: the files with their sizes in bytes.
         left_out: what else lies in the folder, and stays there.
         notes: what is worth knowing, one sentence each.
-        private: whether a repository that is made for it is private, or as the organisation's default says.
+        private: whether a repository that is made for it is private, or as the organization's default says.
         address: where the model is now; None if nothing was uploaded.
     """
 
@@ -73,8 +73,8 @@ class Publication(Paragraphs):
         lines = [f"{done}: {len(self.files)} files, {size}."]
         lines += [f"  {name} ({as_size(size)})" for name, size in self.files]
         lines += [f"Not uploaded: {', '.join(self.left_out)}."] if self.left_out else []
-        seen = "private" if self.private else "private or public, as the organisation's default"
-        lines += [] if self.address else [f"Visibility: {seen}; a repository that is there stays as it is."]
+        seen = "private" if self.private else "private or public, by the organization's setting"
+        lines += [] if self.address else [f"Visibility: {seen}; an existing repository keeps its own."]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
 
@@ -94,8 +94,8 @@ def publish(
 
     Args:
         merged: the folder that the merge was written to.
-        repository: ``ORG/NAME``; it is made if it is not there.
-        private: make it private; else it is as the organisation's default. One that is there stays as it is.
+        repository: ``ORG/NAME``; it is created if it does not exist.
+        private: make it private; by default the organization's setting decides. An existing repository keeps its own.
         dry_run: check, and say what would be uploaded, but write and upload nothing.
         trust_remote_code: run the Python code that comes with the model.
         quiet: no progress bars.
@@ -108,17 +108,17 @@ def publish(
     """
     folder = Path(merged).expanduser()
     if not _NAME.fullmatch(repository):
-        raise SltaError(f"'{repository}' is no repository's name on the Hub: write ORG/NAME.")
+        raise SltaError(f"'{repository}' cannot be the name of a repository on the Hub: write ORG/NAME.")
     if not folder.is_dir():
-        raise SltaError(f"There is no folder {folder}: name the one that the merge was written to.")
+        raise SltaError(f"There is no folder {folder}: name the folder of the merge.")
     require_finished(folder)
     tokenizer, recipe = _checked(folder, trust_remote_code, quiet)
     notes = []
     if not tokenizer.chat_template:
         notes.append(
-            "The model has no chat template, by which chat programs turn a conversation into text. If an expert is "
-            "a chat model, merge again with 'tokenizer: {source: EXPERT}', which brings its template and the tokens "
-            "that it writes; else there is nothing to do."
+            "The model has no chat template, which chat programs need to turn a conversation into text. If an expert "
+            "is a chat model, merge again with 'tokenizer: {source: EXPERT}', which brings its template and the "
+            "template's tokens."
         )
     paths = dict.fromkeys(path.path for path in card.model_paths(recipe))
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
@@ -180,7 +180,7 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
 def _outside(folder: Path, paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         if not path.resolve().is_relative_to(folder.resolve()):
-            yield f"{path} is a link to a file outside of {folder}: put the file itself in its place, or remove it."
+            yield f"{path} is a link to a file outside of {folder}: replace it with the file itself, or remove it."
 
 
 def _published(folder: Path) -> list[Path]:

@@ -65,7 +65,7 @@ def verify(
     merged: str | os.PathLike[str],
     **options: Unpack[Options],
 ) -> Verification:
-    """Re-read a merged model tensor by tensor, and say whether programs can use it.
+    """Re-read a merged model tensor by tensor, and check that programs can use it.
 
     Its tensors must have the names and shapes of the base model's checkpoint and the recipe's data type, and their
     values be finite. Then transformers loads the folder without its weights, and the base model's other tensors and
@@ -165,15 +165,15 @@ def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collect
         yield f"transformers cannot load the folder ({first_line(error)})."
         return
     if missing := sorted(name for name in info["missing_keys"] if name in layout and name not in named):
-        yield f"transformers does not find {listed(missing)} in the folder, and would draw them at random."
+        yield f"transformers misses {listed(missing)} in the folder, and would initialize them at random."
     if mismatched := sorted({name for name, *_ in info["mismatched_keys"]} - {*named}):
-        yield f"{listed(mismatched)} have other shapes than the folder's config.json says."
+        yield f"{listed(mismatched)} have other shapes than the folder's config.json gives."
     if unexpected := sorted({*info["unexpected_keys"]} & stored.keys() - {*base.tensors, *named}):
         yield f"transformers does not know {listed(unexpected)}, which {base} does not have."
     if lost := sorted(name for name in layout.outside if name not in stored and name not in named):
         yield (
-            f"{listed(lost)} of {base} are missing: transformers does without them, but programs that predict several "
-            "tokens at once do not."
+            f"{listed(lost)} of {base} are missing: transformers ignores them, but programs that predict several "
+            "tokens at once need them."
         )
 
 
@@ -198,5 +198,5 @@ def _lacking_files(base: Path, folder: Path, config: MergeConfiguration, has_tok
     patterns = PROCESSOR if has_tokenizer else (*PROCESSOR, *of_tokenizer)
     names = {file.relative_to(base).as_posix() for pattern in patterns for file in base.glob(pattern)}
     if lacking := sorted(name for name in names if not (folder / name).is_file()):
-        fix = "copy them for programs that convert or serve it"
+        fix = "copy them, because programs that convert or serve the model need them"
         yield f"{', '.join(lacking)} of {base} are not in the folder: {fix}."

@@ -193,27 +193,6 @@ class Experiment:
 
     # Data
 
-    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
-        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
-        key = task, count or self.settings.samples
-        if key not in self.drawn:
-            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
-        return self.drawn[key]
-
-    def held_out(self, task: Task, count: int) -> CalibrationData:
-        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
-        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
-
-    def _source(self, task: Task, source: str) -> CalibrationSource:
-        if self.quiet and is_dataset(source):
-            import datasets  # slow to import, and most recipes name files
-
-            datasets.disable_progress_bars()
-        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
-        return CalibrationSource(
-            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
-        )
-
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
         if reference not in self._tokenizers:
@@ -252,13 +231,36 @@ class Experiment:
                 return self.tokenizer(self.recipe.base)
         return aligned.tokenizer
 
+    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
+        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
+        key = task, count or self.settings.samples
+        if key not in self.drawn:
+            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
+        return self.drawn[key]
+
+    def held_out(self, task: Task, count: int) -> CalibrationData:
+        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
+        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
+
+    def _source(self, task: Task, source: str) -> CalibrationSource:
+        if self.quiet and is_dataset(source):
+            import datasets  # slow to import, and most recipes name files
+
+            datasets.disable_progress_bars()
+        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
+        return CalibrationSource(
+            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
+        )
+
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.
+
+        The check of a recipe already draws those of local files, and the run takes them from ``drawn``.
 
         Raises:
             SltaError: sources give no samples, some that a model cannot read, or those of two experts are the same.
         """
-        data = all_of(functools.partial(self._readable, task, count) for task in tasks)
+        data = all_of(functools.partial(self._checked_samples, task, count) for task in tasks)
         seen: dict[str, Task] = {}
         refuse(
             f"'{other.calibration}' of {other} and '{task.calibration}' of {task} give the same tokens: give each "
@@ -268,14 +270,14 @@ class Experiment:
         )
         return data
 
-    def _readable(self, task: Task, count: int | None) -> CalibrationData:
-        """A task's samples, which the models that run on them can read."""
+    def _checked_samples(self, task: Task, count: int | None) -> CalibrationData:
+        """A task's ``samples``; an SltaError where a model that runs on them cannot read them."""
         base, drawn = self.model(self.recipe.base), self.samples(task, count)
         highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
-                "embeddings: put the tokenizer that it was trained with into its folder."
+                "embeddings: put the model's original tokenizer into its folder."
             )
         if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
             raise SltaError(
@@ -288,7 +290,7 @@ class Experiment:
         most = getattr(self.decoder.model.config.get_text_config(), "max_position_embeddings", None) or longest
         if longest > most and max(rows, default=0) >= most:  # a smaller table is of segments, and rotations need none
             raise SltaError(
-                f"Calibration source {drawn.source!r} has samples of {longest} tokens, but {base} has {most} "
+                f"Calibration source {drawn.source!r} has prompts of {longest} tokens, but {base} has {most} "
                 f"positions: set 'max_tokens: {most}' or less."
             )
         return drawn

@@ -37,49 +37,49 @@ class _Form(NamedTuple):
 
 
 _SAMPLES = """\
-  samples: 30           # samples of each task
-  max_tokens: 512       # of each sample; the rest is cut
+  samples: 30           # prompts of each task
+  max_tokens: 512       # tokens of each prompt; the rest is cut
 """
-_LEVEL = "  level: attn_mlp       # what gets weights of its own: model, layer, attn_mlp, head_mlp or linear\n"
+_LEVEL = "  level: attn_mlp       # one weight per expert for each: model, layer, attn_mlp, head_mlp or linear\n"
 _STATISTICS = (
-    "  # statistics: merge.slta.safetensors   # keep what was measured in a file, to merge again without data\n"
+    "  # statistics: merge.slta.safetensors   # write the measurement to this file, to merge again without prompts\n"
 )
 _REPORT = """\
-  # report: report/                      # write what the merge keeps of each expert, as a page with figures
+  # report: report/                      # write a page with figures on what the merge keeps of each expert
 """
-_COUNTS = "      weight: 1.0         # how much the expert counts\n"
+_COUNTS = "      weight: 1.0         # how much the expert counts against the others\n"
 _FORMS = {
     "featcal": _Form(
-        "every linear map is solved, so that it does what each model does on that model's samples", _SAMPLES + _REPORT
+        "solves every linear map, so that it does what each model does on that model's prompts", _SAMPLES + _REPORT
     ),
     "slta": _Form(
-        "weights for each part, solved from samples (featcal gives more exact answers)",
+        "solves merging weights from prompts (featcal gives more right answers)",
         _LEVEL + _SAMPLES + _STATISTICS + _REPORT,
     ),
     "actmat": _Form(
-        "every linear map is solved, without samples",
+        "solves every linear map, without prompts",
         """\
-  ridge: 0.1            # draws every matrix towards the experts' mean; at least 0
+  ridge: 0.1            # pulls every matrix towards the experts' mean; at least 0
   scale: 1.0            # multiplies the merged change
 """,
         _COUNTS,
     ),
     "sftm": _Form(
-        "every matrix is merged through its singular features, without samples",
+        "merges the singular features of every matrix, without prompts",
         """\
   density: 0.2          # the share of each change's entries to keep, the largest ones
   lambda: 0.6           # multiplies the merged change
 """,
-        "      weight: 1.0         # multiplies its change\n",
+        "      weight: 1.0         # multiplies the expert's change\n",
     ),
     "task_arithmetic": _Form(
-        "mergekit's sum of the experts' changes, to compare with",
-        expert="      weight: 0.5         # multiplies its change\n",
+        "mergekit's sum of the experts' changes, for comparison",
+        expert="      weight: 0.5         # multiplies the expert's change\n",
         of_mergekit=True,
     ),
     "ties": _Form(
-        "mergekit's mean of the experts' changes where most agree in sign, to compare with",
-        expert=f"{_COUNTS}      density: 0.5        # the share of its change's entries to keep, the largest ones\n",
+        "mergekit's mean of the changes that agree in sign, for comparison",
+        expert=f"{_COUNTS}      density: 0.5        # the share of the change's entries to keep, the largest ones\n",
         of_mergekit=True,
     ),
 }
@@ -100,25 +100,25 @@ _GENERAL = ("instructions", "chat", "explaining")  # what a base model should no
 _RECIPE = """\
 {% set learners = experts|length ~ ' experts' if experts|length > 1 else 'one expert' %}
 {% if kept %}
-# Take what {{ learners }} learned, and keep what the base model {{ base }} can.
+# Add the abilities of {{ learners }} to the base model {{ base }}, and keep its own.
 {% else %}
 # A merge of {{ learners }} with {{ base }} as their base model.
 {% endif %}
 {% if commands %}
-# If you have no data, have each model answer prompts, those of the package or your own (ask MODEL PROMPTS -o FILE):
+# Without data, let each model answer prompts: those of the package, or your own (ask MODEL PROMPTS -o FILE):
 {% for command in commands %}
 #   {{ command }}
 {% endfor %}
 # The topics are {{ topics|join(", ") }}. Then:
 {% endif %}
 {% if not form.of_mergekit %}
-#   mergekit-slta check RECIPE      says what is missing or wrong, before any work
+#   mergekit-slta check RECIPE      finds what is missing or wrong, before the merge
 {% endif %}
 #   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
 {% if with_data %}
-#   mergekit-slta evaluate RECIPE ./merged ./other   scores it beside another merge, such as one of new --method ties
+#   mergekit-slta evaluate RECIPE ./merged ./other   compares two merges, such as this and --method ties
 {% else %}
-#   mergekit-slta evaluate OTHER ./merged   scores it on the samples that OTHER names, as a recipe of featcal does
+#   mergekit-slta evaluate OTHER ./merged   scores it on the prompts in the recipe OTHER, such as one of featcal
 {% endif %}
 merge_method: {{ "%-8s"|format(method) }}  # {{ form.does }}
 base_model: {{ base|scalar }}
@@ -128,10 +128,10 @@ models:
     parameters:
 {% if with_data %}
 {% if loop.first %}
-      # Prompts of this expert's own task, with answers, 60 or more: 30 calibrate, the rest is for `evaluate`. A file
-      # (.jsonl, .json, .csv, .parquet or .txt with a sample on each line), or a dataset of the Hub,
-      # "hf:ORG/NAME?config=main&split=train". Each expert needs its own.
-      # template: "{question} {answer}"   # how a record becomes text, where its fields have other names than usual
+      # Prompts of this expert's task, with answers, 60 or more: 30 calibrate, the rest is for `evaluate`. They are in
+      # a file (.jsonl, .json, .csv, .parquet or .txt with a prompt on each line), or in a dataset of the Hub,
+      # "hf:ORG/NAME?config=main&split=train". Each expert needs prompts of its own.
+      # template: "{question} {answer}"   # how a row becomes text, where its fields have unusual names
 {% endif %}
       calibration: {{ source|quoted }}
 {% else %}
@@ -140,10 +140,10 @@ models:
 {% if kept %}
   - model: {{ base|scalar }}
     parameters:
-      # Prompts, with answers, of what the base model can do and the merge should not forget, 60 or more: your own
-      # chats, or a general instruction dataset. Without them, delete this entry.
+      # Prompts, with answers, that need the abilities of the base model, 60 or more: your own chats, or a general
+      # instruction dataset. Without such prompts, delete this entry.
       calibration: {{ kept[0]|quoted }}
-      weight: 1.0         # more keeps more of the base model, less gains more of the expert; 0 leaves it out
+      weight: 1.0         # κ: more keeps more of the base model, less gains more of the expert; 0 leaves it out
 {% endif %}
 {% if form.shared %}
 parameters:
@@ -156,11 +156,11 @@ out_dtype: bfloat16     # ... and round once, to this one
 def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calibration: Sequence[str] = ()) -> str:
     """Write a recipe with comments that say what there is to fill in and to choose.
 
-    It keeps what the base model does on prompts, unless only several experts have a calibration source.
+    The merge keeps the base model's abilities, unless only several experts have a calibration source.
 
     Args:
         base: the base model, a folder or a Hub id.
-        experts: the experts, folders or Hub ids; an adapter behind its base model, ``BASE+ADAPTER``. A folder that is
+        experts: the experts, folders or Hub ids; an adapter after its base model, ``BASE+ADAPTER``. A folder that is
             there is written with a leading ``./``, which mergekit does not look up on the Hub.
         method: one of ``METHODS``.
         calibration: the experts' calibration sources in their order, and after them that of the base model, if any.
@@ -175,7 +175,7 @@ def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calib
     """
     base, *experts = map(_local, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
-        raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each once.")
+        raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
     form = _FORMS[method]
     _require_sources(method, len(experts), len(calibration))
     commands = _questions((*experts, base)) if method in WITH_DATA and not calibration else {}
@@ -220,18 +220,18 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
     """Refuse a method without data with calibration sources or for one expert, and a wrong number of sources."""
     with_data = " or ".join(WITH_DATA)
     if method not in WITH_DATA and sources:
-        raise SltaError(f"'{method}' takes no calibration data: leave --calibration out, or choose {with_data}.")
+        raise SltaError(f"'{method}' uses no prompts: leave --calibration out, or choose {with_data}.")
     if experts == 1 and not (method in WITH_DATA or _FORMS[method].of_mergekit):
         raise SltaError(
             f"'{method}' merges several experts: name another one, or choose {with_data}, which merge one expert and "
-            "keep what its base model can."
+            "keep the base model's abilities."
         )
     if sources and sources not in (experts, experts + 1):
         given = "once" if sources == 1 else f"{sources} times"
         raise SltaError(
             f"--calibration is given {given} for {f'{experts} experts' if experts > 1 else 'one expert'}: give it once "
-            "for each expert, in their order, and once more, all records in one file, for what the base model could "
-            "and the merge should keep."
+            "for each expert, in their order, and once more for the base model, all its prompts in one file, if the "
+            "merge is to keep its abilities."
         )
 
 

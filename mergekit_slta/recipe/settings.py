@@ -60,12 +60,14 @@ class MethodSettings(Parameters):
 
     Attributes:
         method: the method's name in recipes.
+        in_words: what it does, as a model card goes on after its name and a colon.
         expert: the class of one expert's parameters.
         runs_models: whether it runs models on samples, for which it needs whole models and one value per parameter.
         runs_experts: whether the experts run on the samples' tokens, not only on the base model's hidden states.
     """
 
     method: ClassVar[str]
+    in_words: ClassVar[str]
     expert: ClassVar[type[Parameters]]
     runs_models: ClassVar[bool] = False
     runs_experts: ClassVar[bool] = False
@@ -84,6 +86,10 @@ class CalibrationSettings(MethodSettings):
 
 class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
+    in_words: ClassVar[str] = (
+        "every submodule gets one merging weight for each expert, solved in closed form from a few prompts of the "
+        "expert's task."
+    )
     level: Level = Field(
         default="attn_mlp",
         description="what gets weights of its own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
@@ -98,6 +104,10 @@ class SltaSettings(CalibrationSettings):
 
 class FeatcalSettings(CalibrationSettings):
     method: ClassVar[str] = "featcal"
+    in_words: ClassVar[str] = (
+        "every linear map is solved by least squares, layer by layer, so that its outputs are near those of each "
+        "expert on a few prompts of the expert's task."
+    )
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
@@ -117,6 +127,9 @@ class ActmatSettings(MethodSettings):
     """The parameters of ``merge_method: actmat``, which may differ between tensors."""
 
     method: ClassVar[str] = "actmat"
+    in_words: ClassVar[str] = (
+        "every linear map is solved by least squares without prompts; the experts' changes stand in for the inputs."
+    )
     expert: ClassVar[type[Parameters]] = ActmatExpert
     ridge: Ridge = Field(default=0.1, description="pulls every matrix towards the experts' mean; at least 0")
     scale: FiniteFloat = Field(default=1.0, description="multiplies the merged change")
@@ -134,6 +147,7 @@ class SftmSettings(MethodSettings):
     """The parameters of ``merge_method: sftm``, which may differ between tensors."""
 
     method: ClassVar[str] = "sftm"
+    in_words: ClassVar[str] = "every matrix keeps the singular features of every expert's change, without prompts."
     expert: ClassVar[type[Parameters]] = SftmExpert
     lambda_: FiniteFloat = Field(
         default=0.6, alias="lambda", description="the scaling factor γ of the merged task matrices"

@@ -140,7 +140,7 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
     listed = [entry.model for entry in config.models or []]
     for model in dict.fromkeys(listed):
         if listed.count(model) > 1:
-            yield f"{model} is listed {listed.count(model)} times: list it once, with all of its records in one file."
+            yield f"{model} is listed {listed.count(model)} times: list it once, with all its prompts in one file."
     for model in dict.fromkeys(entry.model for entry in model_inputs(config)):
         if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
             yield f"{model} is the base model {config.base_model}: spell it the same way, or leave it out."
@@ -157,7 +157,7 @@ def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Itera
     if given:
         yield (
             f"'{settings.method}' ignores {', '.join(given)} of the base model under 'models': "
-            "'featcal' and 'slta' keep what the base model does on prompts."
+            "only 'featcal' and 'slta' keep the base model's abilities."
         )
 
 
@@ -185,7 +185,7 @@ def _parameters(
             hint = suggestion(name, here) or f"; the known ones are {', '.join(sorted(here))}."
             yield f"Unknown parameter '{name}' in {where}{hint}"
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
-            fix = "; put all records into one file" if name == "calibration" else ""
+            fix = "; put all prompts into one file" if name == "calibration" else ""
             yield f"'{name}' in {where} must be one value for the whole merge, not a list or a filter{fix}."
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal

@@ -13,7 +13,7 @@ from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, pool_val
 from mergekit_slta.nonlinearity.studies import STEPS
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, as_json, short_names
-from mergekit_slta.words import counted, enumerated, percent, plain_number
+from mergekit_slta.words import as_score, counted, enumerated, plain_number
 
 MOST_SCORE = 1.21  # of a root mean square deviation of 0.1
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
@@ -63,12 +63,12 @@ def verdict(result: Linearity) -> str:
         fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
         advice = (
             f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to the weights: "
-            f"leave {them} out, or merge by featcal, which needs no proportion."
+            f"leave {them} out, or merge with featcal, which does not need this."
         )
     else:
         advice = (
-            f"At level {level}, features change nearly in proportion to the weights, as merging weights need it. That "
-            "says nothing of the answers that survive a merge: merge by featcal, and compare slta with it by "
+            f"At level {level}, features change nearly in proportion to the weights, which merging weights need. This "
+            "does not predict the answers that a merge keeps: merge with featcal, and compare slta with it by running "
             "mergekit-slta evaluate."
         )
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
@@ -77,8 +77,8 @@ def verdict(result: Linearity) -> str:
     worst = max(distances, key=distances.__getitem__)
     pair = enumerated([names[expert] for expert in result.members[worst]])
     return (
-        f"{advice} The changes of {pair} add up least: what they change together is {percent(distances[worst])} off "
-        "the sum of what each changes alone."
+        f"{advice} The changes of {pair} add up least: their projection distance is {as_score(distances[worst])}, "
+        "where 0 means that both together change what each changes alone."
     )
 
 

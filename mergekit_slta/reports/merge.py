@@ -52,12 +52,12 @@ def verdict(solution: Solution) -> str:
     who = every if 1 < len(weak) == len(pairs) else enumerated(weak or [pairs[0][0]])
     loses = "lose" if len(weak) > 1 else "loses"
     if losing:
-        fix = "give the base model's prompts less weight" if alone else "leave it out"
+        fix = "lower the weight κ of the base model's prompts" if alone else "leave it out"
         fix = "leave one of them out" if len(losing) > 1 else fix
-        advice = f"{who} {loses} most of the feature change: {fix}, or merge by featcal, which solves each matrix."
+        advice = f"{who} {loses} most of the feature change: {fix}, or merge with featcal, which solves each matrix."
     elif weak:
         advice = f"{who} {loses} more than a quarter of the feature change: score the merge with mergekit-slta "
-        advice += "evaluate, or merge by featcal, which solves each matrix."
+        advice += "evaluate, or merge with featcal, which solves each matrix."
     else:
         these, whose = ("It", "its") if alone else ("These", "each expert's")
         advice = f"{these} can be merged: weighted sums keep most of {whose} feature change."

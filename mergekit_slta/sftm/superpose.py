@@ -12,12 +12,15 @@ identity within an expert, and only its T(T−1)/2 cross-task blocks carry infor
 for every solution β of a singular system, and of all matrices that keep the features it has the least norm.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from mergekit_slta.models.roles import Role
 
 LOG = logging.getLogger(__name__)
 
@@ -40,6 +43,25 @@ class SingularFeatures(NamedTuple):
     left: torch.Tensor
     values: torch.Tensor
     right: torch.Tensor
+
+
+def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
+    """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
+
+    A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
+    Sums need one task vector at a time, so ``tasks`` may be a generator.
+    """
+    if role in (Role.LINEAR, Role.TRANSPOSED):
+        stacks = list(tasks)
+        if stacks[0].ndim > 2:
+            return torch.stack([superpose_task(role, parts, density, rank) for parts in zip(*stacks, strict=True)])
+        return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
+    trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
+    if role is Role.CONVOLUTION:
+        kernels = list(trimmed)
+        return merge_task_matrices([kernel.flatten(1) for kernel in kernels], rank).view_as(kernels[0])
+    total = functools.reduce(torch.add, trimmed)
+    return total / len(density) if role is Role.NORM else total
 
 
 def trim(task: torch.Tensor, density: float) -> torch.Tensor:
@@ -201,7 +223,7 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     if growth > GROWTH:
         LOG.warning(
             "A merged task matrix of shape %s is %.0f times as large as the largest of its experts': their singular "
-            "features nearly coincide and contradict each other, as of two versions of one expert",
+            "features nearly coincide and contradict each other; the experts may be versions of one model",
             tuple(merged.shape),
             growth,
         )

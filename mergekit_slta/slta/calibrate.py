@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import Accumulator, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
@@ -75,7 +75,7 @@ def calibrate(
 
 
 @dataclass
-class _Calibration(Accumulator[Grams]):
+class _Calibration(LayerMethod[Grams]):
     """The Gram matrices of the layers so far; see ``calibrate``."""
 
     levels: Sequence[str]

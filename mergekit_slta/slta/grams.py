@@ -64,8 +64,8 @@ def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
         finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
         if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
             raise SltaError(
-                f"The features of {', '.join(broken)} at {name} are not finite: the weights are so large that they "
-                "overflow float32, leave the model out or get a sound copy."
+                f"The features of {', '.join(broken)} at {name} are not finite: they overflow float32, "
+                "because the model's tensors are too large. Leave the model out, or get a sound copy."
             )
     return grams
 
@@ -104,8 +104,10 @@ class ExpertRun:
 
 
 class LayerFeatures:
-    """The structure of one layer that the levels need for all batches.
+    """One layer of all models: runs it on a batch after the other, and measures the submodules of the levels.
 
+    At ``attn_mlp``, for each branch: ``run`` the expert's branch while the other one returns what it returns in the
+    base model, subtract the base model's features (``deltas``), and take inner products prompt by prompt (``grams``).
     ``weights`` are the layer's tensors of the base model, then of each of the ``T`` experts.
     """
 
@@ -123,8 +125,8 @@ class LayerFeatures:
         heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
-        self.contributions = parts.branches
-        self.branches = [b for b in split if b in self.contributions or (b == "attn" and self.heads is not None)]
+        self.branches = parts.branches
+        self.branches_to_run = [b for b in split if b in self.branches or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
         for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
@@ -134,39 +136,6 @@ class LayerFeatures:
         """Run the base model's layer on a batch [B, S, D], and record what linear maps and heads get."""
         capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
         return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
-
-    def grams(
-        self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each submodule's name and its Gram matrices [B, T, T] float64, given the base model's run on a batch."""
-        pairs = zip(self.weights[1:], self.changed_children, strict=True)
-        runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
-        for name, deltas in self.deltas(base, runs):
-            yield name, sample_grams(deltas, lengths)
-        routed = {
-            m.module: routed_inputs(base.inputs[m.module], len(self.weights[0][m.weight]))
-            for m in self.maps
-            if m.expert == 0 and m.module in base.inputs
-        }
-        for linear_map, known in self.maps.items():
-            given = list(self._inputs(linear_map, base, routed, lengths))
-            grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
-            if any(map(len, given)):
-                of_map = known or MapDeltas(linear_map, self.weights)
-                grams = torch.stack([of_map.gram(inputs) for inputs in given]).cpu()
-            yield submodule_name(self.layer, linear_map.name), grams
-
-    def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
-        if self.whole:
-            yield submodule_name(self.layer), [self.structure.change(WHOLE, run.runs[WHOLE], base) for run in runs]
-        for branch in self.contributions:
-            deltas = [self.structure.change(branch, run.runs[branch], base) for run in runs]
-            yield submodule_name(self.layer, branch), deltas
-        for head in range(self.heads.count if self.heads is not None else 0):
-            features = self._head_features(head, base, self.weights[0])
-            deltas = [self._head_features(head, run.runs["attn"], run.weights) - features for run in runs]
-            yield submodule_name(self.layer, head_part(head)), deltas
 
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
@@ -197,13 +166,46 @@ class LayerFeatures:
             runs[WHOLE] = base
         elif self.whole:
             runs[WHOLE] = self.decoder.run(self.layer, weights, hidden, call, capture=capture)
-        for branch in self.branches:
+        for branch in self.branches_to_run:
             if changed is not None and not self.structure.branches[branch] & changed:
                 runs[branch] = base
                 continue
             replay = self.structure.others_of(branch, base)
             runs[branch] = self.decoder.run(self.layer, weights, hidden, call, replay=replay, capture=capture)
         return ExpertRun({self.heads.output.weight: weights[self.heads.output.weight]} if self.heads else {}, runs)
+
+    def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
+        if self.whole:
+            yield submodule_name(self.layer), [self.structure.change(WHOLE, run.runs[WHOLE], base) for run in runs]
+        for branch in self.branches:
+            deltas = [self.structure.change(branch, run.runs[branch], base) for run in runs]
+            yield submodule_name(self.layer, branch), deltas
+        for head in range(self.heads.count if self.heads is not None else 0):
+            features = self._head_features(head, base, self.weights[0])
+            deltas = [self._head_features(head, run.runs["attn"], run.weights) - features for run in runs]
+            yield submodule_name(self.layer, head_part(head)), deltas
+
+    def grams(
+        self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each submodule's name and its Gram matrices [B, T, T] float64, given the base model's run on a batch."""
+        pairs = zip(self.weights[1:], self.changed_children, strict=True)
+        runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
+        for name, deltas in self.deltas(base, runs):
+            yield name, sample_grams(deltas, lengths)
+        routed = {
+            m.module: routed_inputs(base.inputs[m.module], len(self.weights[0][m.weight]))
+            for m in self.maps
+            if m.expert == 0 and m.module in base.inputs
+        }
+        for linear_map, known in self.maps.items():
+            given = list(self._inputs(linear_map, base, routed, lengths))
+            grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
+            if any(map(len, given)):
+                of_map = known or MapDeltas(linear_map, self.weights)
+                grams = torch.stack([of_map.gram(inputs) for inputs in given]).cpu()
+            yield submodule_name(self.layer, linear_map.name), grams
 
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()

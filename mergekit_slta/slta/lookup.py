@@ -48,11 +48,10 @@ def measure(
     path: str | os.PathLike[str] | None = None,
     **options: Unpack[Options],
 ) -> Statistics:
-    """Measure the Gram matrices that the closed form needs, of a recipe's models on its calibration data.
+    """Measure the Gram matrices that the closed form needs, of a recipe's models on its prompts.
 
-    A file at ``path`` is used if it fits, and written if it is not there; then an interrupted measurement is resumed.
-    It takes about one forward pass of each model per sample, in float32, with one decoder layer of each model in
-    memory.
+    A fitting file at ``path`` is used; otherwise the file is written, and an interrupted measurement resumes. Measuring
+    takes about one forward pass of each model per prompt, in float32, with one decoder layer of each model in memory.
 
     Args:
         recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data, or its file.
@@ -62,7 +61,7 @@ def measure(
         options: see ``Options``.
 
     Returns:
-        Per submodule the Gram matrices [N, T, T] float64 of N samples and T experts, in the recipe's order.
+        Per submodule the Gram matrices [N, T, T] float64 of N prompts and T experts, in the recipe's order.
 
     Raises:
         SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
@@ -87,18 +86,18 @@ def measured_statistics(
         return statistics
     data, info, run = _described(experiment, asked)
     if file is None:
-        return _measured(experiment, info, data, asked, None)
+        return _run_models(experiment, info, data, asked, None)
     partial = Partial(partial_folder(file))
     with partial.held(ranks):
         partial.begin(run, ranks)
-        statistics = _measured(experiment, info, data, asked, partial, file)
+        statistics = _run_models(experiment, info, data, asked, partial, file)
         if ranks.first:
             partial.remove()
     return statistics
 
 
 def statistics_of_merge(experiment: Experiment, beside: Path, partial: Partial) -> Statistics:
-    """The statistics for a merge: of the recipe's file, or else of the file in the merge's output.
+    """The statistics for a merge: of the recipe's file, else of the file in the output, else from ``_run_models``.
 
     Args:
         experiment: the recipe.
@@ -119,7 +118,7 @@ def statistics_of_merge(experiment: Experiment, beside: Path, partial: Partial) 
         if (known := _still_fits(experiment, beside, info.files, asked)) is not None:
             _say_known(experiment, beside)
             return known
-    return _measured(experiment, info, data, asked, partial, file or beside)
+    return _run_models(experiment, info, data, asked, partial, file or beside)
 
 
 def _levels(experiment: Experiment, levels: str | Sequence[str] | None = None) -> list[str]:
@@ -152,7 +151,7 @@ def _described(experiment: Experiment, levels: Sequence[str]) -> tuple[list[Cali
 
 def _say_known(experiment: Experiment, source: str | Path) -> None:
     if not experiment.quiet:
-        click.echo(f"Note: nothing is measured, because {source} holds the statistics of this recipe.", err=True)
+        click.echo(f"Note: {source} already holds the statistics of this recipe, so nothing is measured.", err=True)
 
 
 def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequence[str]) -> Statistics | None:
@@ -192,7 +191,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     return replace(chosen, info=chosen.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])}))
 
 
-def _measured(
+def _run_models(
     experiment: Experiment,
     info: Info,
     data: Sequence[CalibrationData],
@@ -293,17 +292,17 @@ def match(
         elif content is not None:
             problems.append(
                 f"The expert {expert} is not one of the models that {path} was measured on "
-                f"({', '.join(info.models)}; other content): use those, or measure into another file."
+                f"({', '.join(info.models)}), because its content differs: use those, or measure into another file."
             )
     if recipe.keep and info.keep is None:
         problems.append(
-            f"{path} was measured without prompts of the base model, which the recipe lists with its own: measure into "
-            "another file, or leave the base model out of 'models'."
+            f"{path} was measured without prompts of the base model, but the recipe gives some: measure into another "
+            "file, or leave the base model out of 'models'."
         )
     if all(task.calibration for task in recipe.tasks):
         settings = [
             f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with "
-            f"{getattr(info, name)}: set that value, or measure into another file."
+            f"{getattr(info, name)}: set this value, or measure into another file."
             for name in ("samples", "max_tokens", "seed")
             if getattr(recipe.settings, name) != getattr(info, name)
         ]
@@ -311,8 +310,8 @@ def match(
         known = [None if index is None else info.calibration[index] for index in order]
         problems += settings or [
             f"The calibration data '{task.calibration}' of {task} gives other tokens than "
-            f"'{measured.source}', on which {path} was measured: use that data, leave 'calibration' "
-            "out to use the file as it is, or measure into another file."
+            f"'{measured.source}', on which {path} was measured: use the same prompts, leave "
+            "'calibration' out to use the file as it is, or measure into another file."
             for task, measured, samples in zip(recipe.tasks, [*known, info.keep], data, strict=False)
             if measured is not None and samples is not None and samples.sha256 != measured.sha256
         ]
@@ -335,13 +334,13 @@ def _base_problems(info: Info, path: Path, name: str, base: BaseContent) -> Iter
     changed = sorted(name for name in names if known.config.get(name) != base.config.get(name))
     if known.tensors != base.tensors:
         yield (
-            f"The base model {name} is not the one that {path} was measured on ('{info.base_model}', "
-            "other content): use that base model or other statistics."
+            f"The base model {name} is not the one that {path} was measured on ('{info.base_model}'), "
+            "because its content differs: use that base model or other statistics."
         )
     elif changed:
         yield (
-            f"The configuration of the base model {name} is not the one that {path} was measured with (other "
-            f"{', '.join(changed)}): change it back, or measure into another file."
+            f"The configuration of the base model {name} is not the one that {path} was measured with "
+            f"(different {', '.join(changed)}): change it back, or measure into another file."
         )
 
 

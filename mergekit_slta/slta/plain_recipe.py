@@ -1,4 +1,4 @@
-"""Write a merge as a recipe that mergekit runs without this package: task_arithmetic with weights for each expert.
+"""Write a merge as a recipe that mergekit runs without this plugin: task_arithmetic with weights for each expert.
 
 In such a recipe a weight may depend on a tensor's name, through filters (substrings, the first match counts), and on
 its depth, through gradients: a list of L numbers over L layers gives layer i the i-th number. mergekit treats tensors
@@ -128,8 +128,8 @@ def _left_out(path: str, trust_remote_code: bool) -> str:
     if not names:
         return ""
     return (
-        f"mergekit alone leaves {listed(names)} of the base model out of what this recipe writes: use 'merge_method: "
-        "slta' with these statistics."
+        f"With this recipe, mergekit leaves {listed(names)} of the base model out: use 'merge_method: slta' with these "
+        "statistics."
     )
 
 
@@ -262,7 +262,7 @@ def _header(origin: Sequence[str], lost: str) -> str:
     """The origin of the weights, as comments."""
     lines = [
         f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
-        "mergekit runs this recipe as it is, without that package and without the calibration data.",
+        "mergekit runs this recipe as it is, without that plugin and without prompts.",
         "",
         *origin,
         *([lost] if lost else []),

@@ -33,12 +33,10 @@ from mergekit_slta.tables import (
     Table,
     as_frame,
     as_json,
-    as_percentage,
     known_names,
     short_names,
-    without_sign_of_zero,
 )
-from mergekit_slta.words import counted, kind_name
+from mergekit_slta.words import as_score, counted, kind_name, plain_number
 
 if TYPE_CHECKING:
     import pandas
@@ -53,13 +51,13 @@ ILL_CONDITIONED = 1e6
 
 @dataclass(frozen=True, repr=False)
 class Statistics(Paragraphs):
-    """Per-sample Gram matrices of every submodule, with the metadata of their measurement.
+    """Per-prompt Gram matrices of every submodule, with the metadata of their measurement.
 
     Attributes:
         grams: submodule name to [N, T, T] float64.
-        task: [N] int64, the index of the task that the sample came from; task t is that of expert t, task T the base
+        task: [N] int64, the index of the task that the prompt came from; task t is that of expert t, task T the base
             model's, if it has one.
-        tokens: [N] int64, the number of tokens of the sample.
+        tokens: [N] int64, the number of tokens of the prompt.
         info: the file's metadata.
         paths: where ``measure`` found the models, by their names in ``info``; not in the file, so empty after ``load``.
     """
@@ -72,9 +70,9 @@ class Statistics(Paragraphs):
 
     @property
     def summary(self) -> str:
-        """How many samples, tasks, tokens and submodules were measured."""
+        """How many prompts, tasks, tokens and submodules were measured."""
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
-        drawn = f"{counted(len(self.task), 'sample')} of {counted(int(self.task.max()) + 1, 'task')}"
+        drawn = f"{counted(len(self.task), 'prompt')} of {counted(int(self.task.max()) + 1, 'task')}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
     def columns(self) -> dict[str, list[Any]]:
@@ -84,7 +82,7 @@ class Statistics(Paragraphs):
         rows = [self.task == task for task in range(len(sources))]
         return {
             "task of": [*info.models, info.base_model][: len(sources)],
-            "samples": [int(of_task.sum()) for of_task in rows],
+            "prompts": [int(of_task.sum()) for of_task in rows],
             "tokens": [int(self.tokens[of_task].sum()) for of_task in rows],
             "calibration": [source.source for source in sources],
         }
@@ -186,7 +184,7 @@ class Statistics(Paragraphs):
         """
         most, wanted = int(self.task.bincount().max()), whole_number("samples", count)
         if not 1 <= wanted <= most:
-            raise SltaError(f"The statistics hold {most} samples per task: the first {wanted} of them cannot be used.")
+            raise SltaError(f"The statistics hold {most} prompts per task: set 'samples' to 1 to {most}, not {wanted}.")
         return self._rows(torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()]))
 
     def solve(
@@ -225,8 +223,8 @@ class Statistics(Paragraphs):
                 raise SltaError(f"'{name}' is {value}: give a number of at least zero.")
         if keep_weight is not None and kept and self.info.keep is None:
             raise SltaError(
-                "The statistics were measured without prompts of the base model, so there is nothing to keep: list the "
-                "base model with a 'calibration' under the recipe's 'models', and measure again."
+                "The statistics were measured without prompts of the base model, so 'keep_weight' has no effect: list "
+                "the base model with a 'calibration' under the recipe's 'models', and measure again."
             )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
@@ -463,16 +461,16 @@ class Solution(Paragraphs):
         """
         columns = self.columns(errors)
         for name in short_names(self.models):
-            alpha = [f"{without_sign_of_zero(weight):.3f}" for weight in columns[f"alpha {name}"]]
+            alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
             pairs = zip(alpha, columns.pop(f"error {name}", [math.nan] * len(alpha)), strict=True)
             columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
         for title in (title for title in columns if title.startswith("keeps ")):
-            columns[title] = list(map(as_percentage, columns[title]))
-        columns["condition"] = ["-" if math.isnan(value) else f"{value:.3g}" for value in columns["condition"]]
+            columns[title] = list(map(as_score, columns[title]))
+        columns["condition"] = list(map(plain_number, columns["condition"]))
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         if len(rows) > 1:
             shares = [*self.kept.tolist(), *([self.base_kept] if self.keeps_base else [])]
-            rows.append(["all", *("-" for _ in self.models), *map(as_percentage, shares), "-"])
+            rows.append(["all", *("–" for _ in self.models), *map(as_score, shares), "–"])
         return Table(list(columns), rows)
 
     def notes(self) -> list[str]:
@@ -481,8 +479,7 @@ class Solution(Paragraphs):
         if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
             notes.append(
                 f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
-                "nearly linearly dependent: small changes of the data change their weights much; a 'ridge' steadies "
-                "them."
+                "nearly linearly dependent, so small changes of the prompts change the weights much: set a 'ridge'."
             )
         if dependent := [name for name, solved in self.submodules.items() if solved.rank < len(self.models)]:
             branch = "; one that changes nothing there takes its mean weight in the branch" * (self.level == "linear")
@@ -499,8 +496,10 @@ class Solution(Paragraphs):
         legend = [f"{short} is {name}" for short, name in pairs if short != name]
         legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
         if self.keeps_base:
-            legend += [f"keeps base: the same for the base model on its own prompts, with weight {self.keep_weight:g}"]
-        legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the samples hardly determine the weights"]
+            legend += [
+                f"keeps base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"
+            ]
+        legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the prompts hardly determine the weights"]
         legend += ["±: the standard error over bootstrap draws"] if errors is not None else []
         yield "; ".join(legend) + "."
         yield from (str(fallback) for fallback in self.statistics.info.fallbacks if fallback.level == self.level)
@@ -518,7 +517,7 @@ class Solution(Paragraphs):
         tokenizer_source: str = "",
         trust_remote_code: bool = False,
     ) -> Path:
-        """Write a mergekit recipe that does the same merge without this package, without data and without statistics.
+        """Write a mergekit recipe that does the same merge without this plugin, without prompts and without statistics.
 
         It is the same apart from ``out_dtype``, which is the type that the base model is stored in.
 
@@ -558,19 +557,21 @@ class Solution(Paragraphs):
             solved += f", task weights {':'.join(map(str, self.task_weights))}"
         lines = [
             f"Solved with: {solved}.",
-            f"Measured on samples of at most {info.max_tokens} tokens, seed {info.seed}.",
+            f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}.",
             f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
         ]
         for index, (name, kept) in enumerate(zip(info.models, self.kept.tolist(), strict=True)):
-            share = "it changes nothing" if math.isnan(kept) else f"the merge keeps {kept:.1%} of its feature change"
+            share = (
+                "it changes nothing" if math.isnan(kept) else f"the merge keeps {as_score(kept)} of its feature change"
+            )
             lines.append(
                 f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
-                f"{int((task == index).sum())} samples, sha256 {info.calibration[index].sha256}."
+                f"{int((task == index).sum())} prompts, sha256 {info.calibration[index].sha256}."
             )
         if info.keep is not None:
             lines.append(
-                f"The merge keeps {as_percentage(self.base_kept)} of the base model on "
-                f"{int((task == len(info.models)).sum())} samples of its own, with weight {self.keep_weight:g}; "
+                f"The merge keeps {as_score(self.base_kept)} of the base model on "
+                f"{int((task == len(info.models)).sum())} prompts of its own, with weight {self.keep_weight:g}; "
                 f"sha256 {info.keep.sha256}."
             )
         return lines

@@ -110,7 +110,7 @@ def read_statistics(path: Path) -> Measured:
         if path.is_dir() or path.match(STATISTICS_OF_MERGE):
             missing += " Only slta writes statistics into the merged folder; a recipe of featcal has 'report: FOLDER'."
         raise SltaError(missing)
-    as_file = "cannot be read as a safetensors file", "get it or measure it again"
+    as_file = "cannot be read as a safetensors file", "download it or measure again"
     with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -120,12 +120,12 @@ def read_statistics(path: Path) -> Measured:
         info = Info.model_validate_json(metadata[METADATA_KEY])
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
-        raise SltaError(f"{path} has unusable metadata ({where}): get it or measure it again.") from None
+        raise SltaError(f"{path} has unusable metadata ({where}): download it or measure again.") from None
     task, tokens = tensors.pop("task"), tensors.pop("tokens")
     grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
     measured = Measured({name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info)
     if problem := _problem(measured):
-        raise SltaError(f"{path} is damaged or was changed ({problem}): get it or measure it again.")
+        raise SltaError(f"{path} is damaged or was changed ({problem}): download it or measure again.")
     return measured
 
 
@@ -162,12 +162,12 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
         return beside if (beside := path / STATISTICS_OF_MERGE).is_file() else path
     parts = _PUBLISHED.fullmatch(source)
     if parts is None:
-        raise SltaError(f"Statistics '{source}': write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")
+        raise SltaError(f"'{source}' names no file on the Hub: write hf:ORG/REPO/FILE or hf:ORG/REPO/FILE@REVISION.")
     try:
         repo, file, revision = parts["repo"], parts["file"], parts["revision"]
         return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, cache_dir=cache_dir))
     except hub.HUB_ERRORS as error:
-        raise SltaError(f"Statistics '{source}' cannot be fetched: {hub.reason(error)}.") from error
+        raise SltaError(f"The statistics file {source} cannot be downloaded: {hub.reason(error)}.") from error
 
 
 def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:

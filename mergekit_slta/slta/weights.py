@@ -48,14 +48,15 @@ class TensorWeights:
         self._parts = list(map(Parts.of, names))
         if missing := [name for inside in names for name in inside if name not in solutions]:
             raise SltaError(
-                f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they are of "
+                f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they belong to "
                 "another version or another model, so measure again into another file."
             )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
 
-        A tensor that several layers share takes the mean of their weights.
+        At ``attn_mlp``, for example, ``model.layers.3.mlp.up_proj.weight`` is in the branch ``mlp`` of layer 3 and
+        takes the solution of ``layer.3.mlp``. A tensor that several layers share takes the mean of their weights.
 
         Returns:
             [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.

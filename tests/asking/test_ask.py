@@ -183,10 +183,10 @@ def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.Log
     )
     assert len(records_of(out)) == 1
     (skipped,) = [message for message in caplog.messages if "kipped" in message]
-    assert skipped.startswith("Skipped 3 prompts, the first because record ")
-    with pytest.raises(slta.SltaError, match="record 1 has no prompt: its fields are title, call one 'prompt'"):
+    assert skipped.startswith("Skipped 3 prompts, the first because row ")
+    with pytest.raises(slta.SltaError, match="row 1 has no prompt: its fields are title; name one of them 'prompt'"):
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "b.jsonl", records[:1]))
-    with pytest.raises(slta.SltaError, match="record 1 leaves no room for an answer: lower max_new_tokens"):
+    with pytest.raises(slta.SltaError, match="row 1 leaves no room for an answer: lower max_new_tokens"):
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "c.jsonl", records[1:2]))
 
 
@@ -227,13 +227,13 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
     assert not out.exists()
     beside = tmp_path / "out.jsonl.partial"
     beside.write_bytes(beside.read_bytes()[:-9])  # while it wrote the last answer of the second batch
-    with pytest.raises(slta.SltaError, match=r"out.jsonl.partial holds answers of another model, or to other prompts"):
+    with pytest.raises(slta.SltaError, match=r"out.jsonl.partial holds answers of another model or to other prompts"):
         slta.ask(folder, out, prompts, max_new_tokens=9, quiet=True)
     batches, most = [], 4
     slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
     assert len(batches) == 3  # the second one again, and the last two
     assert out.read_bytes() == whole.read_bytes() and not beside.exists()
-    with pytest.raises(slta.SltaError, match=r"out.jsonl is there already and was not touched: name another file"):
+    with pytest.raises(slta.SltaError, match=r"out.jsonl already exists and is unchanged: name another file"):
         slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
 
 
@@ -250,11 +250,11 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     answers = {record["prompt"].strip(): record["completion"] for record in records_of(out)}
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
-        f"{out}: 3 of 6 answers: empty, left out.",
-        f"{out}: 2 of 6 answers: cut off after 4 tokens, raise max_new_tokens.",
+        f"{out}: 3 of 6 answers are empty and left out.",
+        f"{out}: 2 of 6 answers are cut off after 4 tokens, raise max_new_tokens.",
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
-    with pytest.raises(slta.SltaError, match="answers none of 1 prompt: name others"):
+    with pytest.raises(slta.SltaError, match="answers none of 1 prompt: give other prompts"):
         slta.ask(folder, tmp_path / "none.jsonl", empty, max_new_tokens=4, quiet=True)
 
 
@@ -264,9 +264,7 @@ def test_answers_that_calibrate_with_other_tokens_are_counted(tmp_path: Path, ca
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=9, quiet=True)
     assert records_of(out) == [{"prompt": "hi\n", "completion": "a</s>b"}]
-    assert caplog.messages == [
-        f"{out}: 1 of 1 answer: the tokenizer splits the text into other tokens than the model's."
-    ]
+    assert caplog.messages == [f"{out}: 1 of 1 answer change their tokens when their text is tokenized again."]
 
 
 # Models
@@ -291,7 +289,7 @@ def test_an_adapter_is_applied(tmp_path: Path) -> None:
         assert record["messages"][1]["content"] == answer
     base = slta.ask(folder, tmp_path / "base.jsonl", prompts, **how)
     assert base.read_bytes() != out.read_bytes()
-    with pytest.raises(slta.SltaError, match="is a LoRA adapter: give mergekit a folder to merge it in with --lora"):
+    with pytest.raises(slta.SltaError, match="is a LoRA adapter: name a folder for the merged model with --lora"):
         slta.ask(f"{folder}+{adapter}", tmp_path / "no.jsonl", prompts, max_new_tokens=8)
 
 
@@ -301,7 +299,7 @@ def test_a_model_that_answers_nothing_is_refused(tmp_path: Path) -> None:
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     calibration_samples.write_tokenizer(tmp_path / "t5")
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
-    with pytest.raises(slta.SltaError, match="t5 is no decoder-only language model: it answers nothing"):
+    with pytest.raises(slta.SltaError, match="t5 is not a decoder-only language model: only these can answer prompts"):
         slta.ask(tmp_path / "t5", tmp_path / "out.jsonl", prompts, quiet=True)
 
 
@@ -338,8 +336,8 @@ def test_the_command_asks_the_packages_prompts_by_topic(tmp_path: Path) -> None:
     [
         (["-o", "a.jsonl"], "Missing argument 'MODEL'"),
         (["m", "-o", "a.csv"], "a.csv does not end in .jsonl: name another file"),
-        (["m", "-o", "there.jsonl"], "there.jsonl is there already and was not touched"),
-        (["m", "there.jsonl", "-o", "a.jsonl", "--topic", "code"], "leave them out, or PROMPTS"),
+        (["m", "-o", "there.jsonl"], "there.jsonl already exists and is unchanged"),
+        (["m", "there.jsonl", "-o", "a.jsonl", "--topic", "code"], "give only one of the two"),
         (["m", "no.jsonl", "-o", "a.jsonl"], "Calibration file 'no.jsonl' does not exist"),
         (["no", "-o", "a.jsonl"], "no cannot be used: there is no such folder"),
         (["m", "--prompts-only", "-o", "a.txt"], "leave MODEL out"),

@@ -48,6 +48,11 @@ SHAPES: dict[str, PretrainedConfig] = {
     "60m": _llama(768, 2048, 12, 8),
     "150m": _llama(1024, 2816, 16, 12),
     "350m": _llama(1024, 2816, 16, 28),
+    "1b": LlamaConfig(
+        **_LARGE | {"hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 128256},
+        intermediate_size=8192,
+        num_key_value_heads=8,
+    ),
     "7b": LlamaConfig(**_LARGE, intermediate_size=11008, num_key_value_heads=32),
     "mixture": MixtralConfig(**_LARGE, intermediate_size=14336, num_key_value_heads=8),
     "tiny": LlamaConfig(**_TINY, intermediate_size=128, vocab_size=VOCABULARY),

@@ -97,6 +97,7 @@ def measure(
         "slta layer": lambda: calibrate("layer"),
         "featcal": lambda: merge("featcal", files, **prompts),
         "featcal, ridge 0.03": lambda: merge("featcal", files, ridge=0.03, **prompts),
+        "actmat": lambda: merge("actmat"),
         "merge, ready statistics": lambda: merge("slta", statistics=str(ready)),
         "merge, task_arithmetic": lambda: merge("task_arithmetic"),
     }

@@ -186,7 +186,7 @@ def write_self_written(base: Path, path: Path) -> None:
 
 
 def write_base_prompts(base: Path, path: Path) -> None:
-    """Write prompts of what the base model can do, once: instructions that it answers itself, and ordinary text."""
+    """Write prompts for the base model's abilities, once: instructions that it answers itself, and ordinary text."""
     if path.exists():
         return
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), load_tokenizer(base)

@@ -76,7 +76,7 @@ def test_a_record_of_each_source_is_shown(family: Family, tmp_path: Path) -> Non
     shown, _ = (note for note in notes if "as the model sees it" in note)
     tokenizer = AutoTokenizer.from_pretrained(family.base)
     text, answer = tokenizer.decode(tokenizer("ab: cd")["input_ids"]), tokenizer.decode(tokenizer.encode("cd")[1:-1])
-    assert shown == f"Record 1 of '{file}' as the model sees it: {text!r}; its answer is {answer!r}."
+    assert shown == f"Row 1 of '{file}' as the model sees it: {text!r}; its answer is {answer!r}."
 
 
 def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path: Path) -> None:
@@ -93,10 +93,14 @@ def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path:
     ("samples", "tested", "words"),
     [
         (5, None, []),
-        (6, None, ["has only 6 records: all calibrate, none is left for `evaluate`. Add records (60 or more: 30 cal"]),
-        (30, None, ["has only 6 records: all calibrate, none is left for `evaluate`"]),
+        (
+            6,
+            None,
+            ["has only 6 prompts, which all calibrate: none is left for `evaluate`. Add prompts (60 or more: 30 cal"],
+        ),
+        (30, None, ["has only 6 prompts, which all calibrate: none is left for `evaluate`"]),
         (6, "abcabc", []),
-        (6, "", ["has only records that calibrate, none is left for `evaluate`"]),  # a copy
+        (6, "", ["has only prompts that calibrate: none is left for `evaluate`"]),  # a copy
         (5, "missing", ["does not exist"]),
     ],
 )

@@ -88,7 +88,7 @@ def test_an_entry_that_an_expert_has_left_over_is_ignored(family: Family, tmp_pa
     edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
     (note,) = look(recipe).notes
     assert note == (
-        f"The config.json of {family.experts[0]} says that it is quantized (gptq), and its tensors are not: the entry "
+        f"The config.json of {family.experts[0]} calls it quantized (gptq), but its tensors are not: the entry "
         "'quantization_config' is ignored."
     )
     out = families.merge(recipe, tmp_path / "after")

@@ -159,7 +159,9 @@ WRAPPERS: dict[str, Callable[[str], str]] = {
     "module., _orig_mod.": lambda name: f"module._orig_mod.{name}",
     "_checkpoint_wrapped_module.": lambda name: re.sub(r"(layers\.\d+\.)", r"\1_checkpoint_wrapped_module.", name),
 }
-WRAPPED = "because the model was saved from inside torch.compile, FSDP, DDP or peft: save the module that these wrap"
+WRAPPED = (
+    "because the model was saved from inside torch.compile, FSDP, DDP or peft: save the module inside these wrappers"
+)
 NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
 
 
@@ -182,7 +184,7 @@ def quantized(entry: dict[str, Any] | None, change: Callable[[State], None]) -> 
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
-LEFT_OVER = "says that it is quantized (gptq), and its tensors are not: remove the entry 'quantization_config'."
+LEFT_OVER = "calls it quantized (gptq), but its tensors are not: remove the entry 'quantization_config'."
 ELSE = "name the original checkpoint, or dequantize it first."
 
 
@@ -250,11 +252,11 @@ MODELS: Rows = [
 # Adapters
 
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-UNGATHERED = "it was saved without gathering its shards, save it again."
+UNGATHERED = "save it again, and gather its shards first."
 ALL_EXPERTS = "): train it on all experts and all of their maps, which transformers keeps in one tensor."
 RESIZED = (
     "The adapter HERE/adapter was trained with a vocabulary of 66 tokens and BASE has 64: save that model after "
-    "resize_token_embeddings(66), and name the copy in its place."
+    "resize_token_embeddings(66), and name that copy instead."
 )
 
 
@@ -327,7 +329,7 @@ def not_fit(reason: str) -> str:
 ADAPTERS: Rows = [
     (
         lambda c: c.name(f"{c.base}+{c.lora()}"),
-        "BASE+HERE/adapter is a LoRA adapter: give mergekit a folder to merge it in with --lora-merge-cache FOLDER.",
+        "BASE+HERE/adapter is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER.",
     ),
     (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
     (lora_of("llama", hidden_size=64), not_fit("its matrices for")),
@@ -396,12 +398,12 @@ DATA: Rows = [
         "give the same tokens: give each expert the data of its own task, because with equal data every ",
     ),
     (lambda c: c.data("/none.jsonl"), "Calibration file '/none.jsonl' does not exist"),
-    (lambda c: c.data("a.jsonl", ""), "'HERE/a.jsonl' has no records"),
-    (lambda c: c.data("a.jsonl", '{"text": " "}\n'), "'HERE/a.jsonl' has no usable record: all 1 are empty"),
+    (lambda c: c.data("a.jsonl", ""), "'HERE/a.jsonl' has no rows"),
+    (lambda c: c.data("a.jsonl", '{"text": " "}\n'), "'HERE/a.jsonl' has no usable row: all 1 are empty"),
     (lambda c: c.data("a.jsonl", '{"q": 1}'), "'HERE/a.jsonl' has none of the known fields: its fields are q."),
     (
         lambda c: c.data("a.jsonl", '{"text": ["x"]}\n{"q": 1}\n'),
-        "'HERE/a.jsonl' has no usable record: 2 do not fit and 0 are empty, the first because",
+        "'HERE/a.jsonl' has no usable row: 2 do not fit and 0 are empty, the first because",
     ),
     (
         lambda c: c.data(c.family.data[0], template="{question}"),
@@ -413,7 +415,7 @@ DATA: Rows = [
     (without_tokenizer, "BASE has no usable tokenizer ("),
     (
         lambda c: c.of("gpt2").use(max_tokens=512).data("long.txt", "a" * 200),
-        "has samples of 202 tokens, but BASE has 128 positions: set 'max_tokens: 128' or less.",
+        "has prompts of 202 tokens, but BASE has 128 positions: set 'max_tokens: 128' or less.",
     ),
     (of_one_name, "same name in the statistics (base, checkpoint-500, checkpoint-500, checkpoint-500)"),
     (statistics("HERE/file"), "HERE/file cannot be read as a safetensors file"),
@@ -467,7 +469,7 @@ CUT = {"options": {"unsafe_truncate_embeddings": True}}
 GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
-IDS = "The tokenizer of the expert EXPERT has other ids than that of the base model BASE for 2 tokens (such as 'a')"
+IDS = "The tokenizers of the expert EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
 SIZES = "The expert HERE/other has a vocabulary of 66 tokens and the base model one of 64"
 OTHERS: Rows = [
     (more_tokens, "but the model has only 64 embeddings"),
@@ -475,7 +477,10 @@ OTHERS: Rows = [
     (other_size("featcal", **ALIGNED), f"{SIZES}: use 'merge_method: slta'"),
     (other_ids(), f"{IDS}: {ALIGN}"),
     (lambda c: other_ids()(c.run(**CUT)), f"{IDS}: {ALIGN}"),
-    (other_ids("featcal", **ALIGNED), f"{IDS}, on which this method runs it: choose experts with the same ids."),
+    (
+        other_ids("featcal", **ALIGNED),
+        f"{IDS}, but this method gives both the same ids: choose experts with the same ids.",
+    ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
     (lambda c: c.run(options={"device": "gpu"}), "PyTorch cannot compute on the device 'gpu' ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
@@ -485,7 +490,7 @@ OTHERS: Rows = [
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
     (
         lambda c: c.adapt(c.lora(), merged_too=False).run(out_path=c.folder / "adapter"),
-        "HERE/adapter is the folder of an adapter, which transformers",
+        "HERE/adapter holds an adapter, which transformers",
     ),
     (
         writing("a/b", size=100 * GB),
@@ -587,7 +592,7 @@ DIFFERS = (
     "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, rope_parameters: "
     "the merged model gets the base model's configuration"
 )
-ROUNDS = "Merging in bfloat16 rounds at every step: set 'dtype: float32' and 'out_dtype: bfloat16' to round only once."
+ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: bfloat16'."
 
 
 @pytest.mark.parametrize(

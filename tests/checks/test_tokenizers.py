@@ -24,7 +24,7 @@ from support.examining import (
 )
 from support.families import Family
 
-from mergekit_slta.featcal.solved import head_to_solve
+from mergekit_slta.featcal.model import head_to_solve
 from mergekit_slta.host import patches
 
 
@@ -69,7 +69,7 @@ def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
 def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
     known: bool, changes: dict[str, Any], said: bool, family: Family
 ) -> None:
-    """The note's two lines are YAML that mends it."""
+    """The note's two lines are YAML that corrects it."""
     expert = family.experts[0]
     chat_model(expert)
     if known:
@@ -82,11 +82,11 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
     for note in notes:
         sentence, _, lines = note.partition("\n")
         assert sentence == (
-            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, as the base "
+            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, like the base "
             f"model {family.base}: add these two lines to the recipe."
         )
-        mended = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
-        assert not [note for note in look(mended).notes if "ends its turns" in note]
+        corrected = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(lines)
+        assert not [note for note in look(corrected).notes if "ends its turns" in note]
 
 
 def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:
@@ -121,7 +121,7 @@ def test_a_head_that_mergekit_gives_other_rows_stays_the_mean(
     patches.install()
     merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
-    assert caplog.text.count("because mergekit changes its rows to those of the recipe's 'tokenizer'") == 1
+    assert caplog.text.count("because mergekit reorders its rows for the recipe's 'tokenizer'") == 1
 
 
 def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_family: MakeFamily) -> None:

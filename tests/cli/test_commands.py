@@ -157,12 +157,12 @@ def test_calibrate_ends_with_one_line_about_the_file(llama: Family, write_recipe
     result = run("calibrate", write_recipe(llama, samples=2, level="layer"), "-o", file, "--quiet")
     (line,) = result.stdout.splitlines()
     assert line.startswith(f"{file} written: {as_size(file.stat().st_size)}, ")
-    assert "6 samples of 3 tasks" in line
+    assert "6 prompts of 3 tasks" in line
     assert "3 at layer" in line
     assert Statistics.load(file).info.levels == ("layer",)
     recipe = write_recipe(llama, "featcal", name="featcal.yml", samples=2)
     said = run("calibrate", recipe, "-o", tmp_path / "other.safetensors").stderr
-    assert "Note: the recipe's method is featcal; this measures for slta's weights." in said
+    assert "Note: this measures slta's merging weights; the recipe's method is featcal." in said
     assert "Note:" not in result.stderr
     assert not (tmp_path / "new" / "stats.safetensors.partial").exists()
 
@@ -173,7 +173,7 @@ def test_a_file_that_is_there_is_left_untouched_whether_it_fits_or_not(
     file = Path(shutil.copy2(stats, tmp_path / "copy.safetensors"))
     before = (file.stat().st_mtime_ns, file.stat().st_ino)
     recipe = write_recipe(llama, samples=4)
-    assert "fits already and was not touched" in run("calibrate", recipe, "-o", file, "--quiet").stdout
+    assert "already fits: " in run("calibrate", recipe, "-o", file, "--quiet").stdout
     result = run("calibrate", recipe, "-o", file, "--level", "linear", "--quiet", code=1)
     assert "lacks the level linear" in result.output
     result = run("calibrate", write_recipe(llama, samples=3), "-o", file, "--quiet", code=1)
@@ -189,7 +189,7 @@ def test_the_output_of_calibrate_replaces_the_recipes_statistics(
     run("calibrate", other, "-o", tmp_path / "other.safetensors", "--quiet")
     without_data = write_recipe(llama, name="without.yml", calibration=False)
     said = run("calibrate", without_data, "-o", stats, "--quiet").output
-    assert "fits already and was not touched" in said
+    assert "already fits: " in said
 
 
 # solve
@@ -274,7 +274,7 @@ def test_the_recipe_is_that_of_the_solution(stats: Path, llama: Family, tmp_path
         (["--task-weight", "expert1=nan"], "expert1 is nan: give a number of at least zero"),
         (["--models", "expert0", "--task-weight", "expert0=0"], "at least one task must count"),
         (["--level", "linear"], "no level 'linear', only layer, attn_mlp"),
-        (["--samples", "5"], "hold 4 samples per task"),
+        (["--samples", "5"], "hold 4 prompts per task"),
         (["--recipe", "x.yml", "--model", "expert9=a"], "(base, expert0, expert1, expert2)"),
         (["--recipe", "x.yml", "--model", "base=/nowhere"], "--model base=PATH"),
     ],

@@ -171,7 +171,7 @@ def test_a_conversation_that_the_template_cannot_write_is_skipped(
     tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID}, {"messages": turns}])
     assert load(source, tokenizer).records == (0,)
-    skipped = f"skipped 1 record, the first because record 2 does not fit the chat template ({reason}): give the expert"
+    skipped = f"skipped 1 row, the first because row 2 does not fit the chat template ({reason}): give the expert"
     assert skipped in caplog.text
     assert reason in refused(load, write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}]), tokenizer)
 
@@ -196,7 +196,7 @@ def test_answers_that_lose_their_reasoning_are_counted(
     records = [{"messages": [ASKED, turn("assistant", content, **more)]}] * 2 + [{"messages": SAID}]
     source = write_jsonl(tmp_path / "a.jsonl", records)
     load(source, tokenizer, samples=3)
-    counted = f"Calibration source {source!r}: the chat template leaves out {lost} of 2 of 3 records: write it by"
+    counted = f"Calibration source {source!r}: the chat template leaves out {lost} of 2 of 3 prompts: write it in"
     assert [line.startswith(counted) for line in caplog.messages if "leaves out" in line] == [True] * bool(lost)
 
 
@@ -211,7 +211,7 @@ def test_reasoning_is_a_part_of_the_answer_however_the_record_writes_it(tmp_path
 def test_tools_that_the_template_does_not_write_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", PLAIN)
     load(write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID, "tools": SCHEMA}, {"messages": SAID}]), tokenizer)
-    assert "leaves out the tools of 1 of 2 records" in caplog.text
+    assert "leaves out the tools of 1 of 2 prompts" in caplog.text
 
 
 def test_a_tokenizers_template_for_tools_writes_conversations_with_tools(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_turn_that_the_template_ignores_is_folded_or_counted(
     assert "be kind" in text and answer == "ho"
     assert not caplog.messages
     shown({"messages": tool}, USERS_ONLY, tmp_path)
-    assert any("leaves out a turn of the tool of 1 of 1 records" in message for message in caplog.messages)
+    assert any("leaves out a turn of the tool of 1 of 1 prompts" in message for message in caplog.messages)
 
 
 def test_a_switch_of_the_template_keeps_the_reasoning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -128,13 +128,13 @@ def test_a_record_that_does_not_fit_is_skipped_counted_and_the_first_one_named(
     source = write_jsonl(tmp_path / "a.jsonl", records)
     assert load(source, plain_tokenizer, samples=1).records == (order[0],) and not caplog.text  # no other is looked at
     assert load(source, plain_tokenizer, samples=6).records == (order[0], order[3], order[5])
-    skipped = f"Calibration source {source!r}: skipped 2 records, the first because record {order[1] + 1} "
+    skipped = f"Calibration source {source!r}: skipped 2 rows, the first because row {order[1] + 1} "
     assert sum(message.startswith(skipped) for message in caplog.messages) == 1
     held_out = hold_out(source, plain_tokenizer, load(source, plain_tokenizer, samples=1), samples=5)
     assert held_out.records == (order[3], order[5])
     alone = write_jsonl(tmp_path / "alone.jsonl", [record for _, record in sorted(bad.items())])
     message = refused(load, alone, plain_tokenizer)
-    assert "no usable record: 2 do not fit and 1 are empty, the first because " in message
+    assert "no usable row: 2 do not fit and 1 are empty, the first because " in message
 
 
 def test_fewer_than_asked_is_a_warning(
@@ -144,11 +144,11 @@ def test_fewer_than_asked_is_a_warning(
     load(source, plain_tokenizer, samples=2)
     assert "asks for" not in caplog.text
     assert sorted(load(source, plain_tokenizer, samples=30).records) == [0, 2]
-    assert f"{source!r} has only 2 of the 30 usable records that 'samples' asks for." in caplog.text
+    assert f"{source!r} has only 2 of the 30 prompts that 'samples' sets." in caplog.text
     caplog.clear()
     used = load(source, plain_tokenizer, samples=1)
     assert len(hold_out(source, plain_tokenizer, used, samples=3).records) == 1
-    assert f"{source!r} has only 1 of the 3 records that calibration did not use." in caplog.text
+    assert f"{source!r} has only 1 of the 3 prompts that calibration did not use." in caplog.text
     used = load(source, plain_tokenizer, samples=2)
     caplog.clear()
     assert not hold_out(source, plain_tokenizer, used).records and not caplog.text  # which is for the caller to say
@@ -281,7 +281,7 @@ def test_an_example_shows_a_sample_as_the_model_sees_it(
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"question": "ab" * 400, "answer": "c d"}])
     example = load(source, plain_tokenizer, max_tokens=2000).example
-    assert example.startswith(f"Record 1 of {source!r} as the model sees it: '<s>abab") and len(example) < 500
+    assert example.startswith(f"Row 1 of {source!r} as the model sees it: '<s>abab") and len(example) < 500
     assert example.endswith(" … " + "ab" * 71 + "\\nc d</s>'; its answer is 'c d'.")
     example = load(source, plain_tokenizer, max_tokens=4).example
     assert example.endswith("'<s>aba'; its answer lies beyond max_tokens.")

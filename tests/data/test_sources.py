@@ -98,13 +98,13 @@ def test_media_are_left_out_undecoded(source: str) -> None:
 @pytest.mark.parametrize(
     ("source", "content", "said"),
     [
-        ("empty.jsonl", b"", ["has no records"]),
+        ("empty.jsonl", b"", ["has no rows"]),
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', ["no JSON object in line 3: Expecting value"]),
         ("list.json", b'[{"text": "a"}, ["b"]]\n', ["must hold JSON objects"]),
         ("wrapped.json", b'{\n"data": [{"text": "a"}]}\n', ["no JSON object in line 1"]),
         ("broken.json", b'[{"text": "a"},\n{"text": }]', ["line 2"]),
-        ("wide.csv", b"a,b\n1,2\n1,2,3\n", ["record 2 has more fields, separated by commas"]),
-        ("wide_first.csv", b"a,b\n1,2,3\n", ["record 1 has more fields"]),
+        ("wide.csv", b"a,b\n1,2\n1,2,3\n", ["row 2 has more fields, separated by commas"]),
+        ("wide_first.csv", b"a,b\n1,2,3\n", ["row 1 has more fields"]),
         ("quote.csv", b'text\n"never closed\n', ["unexpected end of data"]),
         ("latin.txt", "café".encode("latin-1"), ["UTF-8"]),
         ("broken.parquet", b"not parquet at all", ["cannot be read"]),

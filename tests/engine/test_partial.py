@@ -99,7 +99,9 @@ def test_finished_layers_are_not_measured_again(
 @pytest.mark.parametrize("content", ["notes.txt", "layer-0000.safetensors", RUN])
 def test_a_folder_of_the_user_is_neither_taken_nor_removed(content: str, tmp_path: Path) -> None:
     (tmp_path / content).write_text('{"my own": 1}')
-    with pytest.raises(SltaError, match=f"holds {content}, which is no unfinished work|belongs to another measurement"):
+    with pytest.raises(
+        SltaError, match=f"holds {content}, which no unfinished run writes|belongs to another measurement"
+    ):
         begun(tmp_path)
     assert (tmp_path / content).read_text() == '{"my own": 1}'
 
@@ -175,7 +177,7 @@ def test_killed_after_a_layer(forks: ForkServerContext, family: Family, uninterr
     assert sorted(file.name for file in before) == sorted(
         [LOCK, RUN, *(f"layer-{number:04d}.safetensors" for number in range(3))]
     )
-    with pytest.raises(SltaError, match="Another process or thread is at work in .*partial: wait until it has ended"):
+    with pytest.raises(SltaError, match="Another process or thread is working in .*partial: wait until it has ended"):
         measure(recipe(family), path)
     assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
     process.kill()
@@ -251,7 +253,7 @@ def test_the_folder_of_another_calibration_is_refused_and_left_alone(
     interrupted: Path,
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
-    with pytest.raises(SltaError, match=f"belongs to another measurement .*other .*{word}"):
+    with pytest.raises(SltaError, match=f"belongs to another measurement .*different .*{word}"):
         measure(recipe(family, **changes), interrupted, levels)
     assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
     assert not interrupted.exists()

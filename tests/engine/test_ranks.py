@@ -24,7 +24,7 @@ from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.solved import SolvedModel
+from mergekit_slta.featcal.model import SolvedModel
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.nonlinearity.interpolation import Interpolation
@@ -101,7 +101,7 @@ def test_processes_together_merge_to_the_same_tensors(
     recipe = write_recipe(llama, "featcal", **settings)
     done = command_together(forks, 2, "merge", recipe, tmp_path / "together", "--no-write-model-card")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("The base model has the prompts of") == 1
+    assert done.stderr.count("have the same prompts, on which the merge cannot keep") == 1
     together = load_file(tmp_path / "together" / "model.safetensors")
     assert set(together) == set(alone)
     for name, tensor in alone.items():
@@ -143,7 +143,7 @@ def look_at_own_disk(folder: Path, index: int, count: int) -> None:
 def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerContext, tmp_path: Path) -> None:
     run_together(forks, 2, look_at_own_disk, tmp_path)
     said = {(tmp_path / f"said{index}").read_text() for index in range(2)}
-    assert said == {f"The processes see different files in {tmp_path}: it must be a folder that all of them share."}
+    assert said == {f"The processes see different files in {tmp_path}: name a folder that all of them share."}
 
 
 # Linearity

@@ -117,7 +117,7 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost)] if lost > 0 else [None] * 3
     assert [score.kept for score in merged] == kept
     assert base.exact in (1.0, None)  # of the answers that the base model gives
-    assert "The base model's own task: 100%" in str(found)
+    assert "The base model's own task: a model keeps 1 if its likelihood is" in str(found)
     assert json.loads(found.to_json())["tasks"]["base model"]["records"] == 4
 
 
@@ -207,25 +207,26 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     found = Comparison(tasks, ("words",))
     text = str(found)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert not any("(" in line for line in lines if "%" in line and line.startswith(("a ", "b ", "base ", "expert ")))
     header = "model average <b>math code"
     answers = lines.index("model average lost gained <b>math code")
     assert lines[answers + 1 : answers + 6] == [
-        "a 75% 12 1 50% 100%",
-        "expert <b>math 50% 12 1 100% 0%",
-        "b 50% 12 1 0% 100%",
-        "base 38% 12 1 25% 50%",
-        "expert code 10% 12 1 0% 20%",
+        "a 0.75 12 1 0.50 1.00",
+        "expert <b>math 0.50 12 1 1.00 0.00",
+        "b 0.50 12 1 0.00 1.00",
+        "base 0.38 12 1 0.25 0.50",
+        "expert code 0.10 12 1 0.00 0.20",
     ]
     forms = lines.index(header, answers)
-    assert lines[forms + 1] == "a 50% 50% -" and "keep their form" in " ".join(lines[answers:forms])
+    assert lines[forms + 1] == "a 0.50 0.50 –" and "a model keeps the form" in " ".join(lines[answers:forms])
     gains = lines.index(header, forms + 1)
-    assert lines[gains + 1 : gains + 4] == ["a 50% 50% -", "expert <b>math 100% 100% -", "b -50% -50% -"]
+    assert lines[gains + 1 : gains + 4] == ["a 0.50 0.50 –", "expert <b>math 1.00 1.00 –", "b −0.50 −0.50 –"]
     assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 0 70" in lines
     joined = " ".join(text.split())
-    assert "calibration did not use: words. Add records (60 or more" in joined
-    assert "no gain to keep: code." in joined and "show no answer all tokens are scored" in joined
-    assert "under half of their own task's short answers exactly: code (20%)" in joined and "`template`" in joined
+    assert "because all prompts calibrate: words. Add prompts (60 or more" in joined
+    assert (
+        "the expert is no better than the base model: code." in joined and "all tokens of a prompt are scored" in joined
+    )
+    assert "under half of their own task's short answers exactly: code (0.20)" in joined and "`template`" in joined
     written = json.loads(found.to_json())
     assert written["ranking"][0] == {
         "model": "a", "exact": 0.75, "lost": 12, "gained": 1, "form": 0.5, "kept": 0.5, "loss": 2.0
@@ -243,8 +244,8 @@ def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> Non
     rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
     found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, form=1.0))})
     assert list(found.ranking) == ["expert math", "a", "base"]
-    assert "a 50% 50%" in [" ".join(line.split()) for line in str(found).splitlines()]
-    assert "short answers" not in str(found) and str(found).split("\n\n")[1].startswith("All models keep their form")
+    assert "a 0.50 0.50" in [" ".join(line.split()) for line in str(found).splitlines()]
+    assert "short answers" not in str(found) and str(found).split("\n\n")[1].startswith("All models keep the form")
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
@@ -267,7 +268,7 @@ def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> N
     done = CliRunner().invoke(main, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
-    assert "expert expert1" in said and "On held-out records" in said and "given exactly" in said
+    assert "expert expert1" in said and "On held-out prompts" in said and "gives exactly" in said
     assert "model average lost gained expert0 expert1" in said
     scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
     assert scores[str(merged[0])]["kept"] in (1.0, None)
@@ -282,8 +283,8 @@ def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(pair
     paired.data[1].write_text("\n".join(lines[:SAMPLES]))
     found = evaluate(recipe_of(paired), paired.experts[0], quiet=True)
     assert list(found.tasks) == ["expert0"] and found.unscored == ("expert1",)
-    assert "calibration did not use: expert1." in " ".join(str(found).split())
-    with pytest.raises(SltaError, match="No task has a record to evaluate on.*60 or more: 30 calibrate.*`evaluation`"):
+    assert "because all prompts calibrate: expert1." in " ".join(str(found).split())
+    with pytest.raises(SltaError, match="There is no prompt to evaluate on.*60 or more: 30 calibrate.*`evaluation`"):
         evaluate(recipe_of(paired, samples=RECORDS), paired.base, quiet=True)
 
 
@@ -312,7 +313,7 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
 
 
 def test_no_folder_and_no_records_are_refused(paired: Family) -> None:
-    with pytest.raises(SltaError, match="No merged model is named to evaluate"):
+    with pytest.raises(SltaError, match="'merged' names no model"):
         evaluate(recipe_of(paired), [], quiet=True)
     with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
         evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
@@ -320,5 +321,5 @@ def test_no_folder_and_no_records_are_refused(paired: Family) -> None:
 
 def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
-    with pytest.raises(SltaError, match="knows only 4 tokens"):
+    with pytest.raises(SltaError, match="has only 4 tokens"):
         evaluate(recipe_of(paired), tmp_path, quiet=True)

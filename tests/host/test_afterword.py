@@ -21,6 +21,7 @@ from support.html_elements import assert_self_contained
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.words import as_score
 
 
 def said_after(command: Any, recipe: Path, out: Path, *options: str) -> list[str]:
@@ -28,7 +29,7 @@ def said_after(command: Any, recipe: Path, out: Path, *options: str) -> list[str
     arguments = ["merge"] * (command is main) + [str(recipe), str(out), *options]
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, done.output
-    return [line for line in done.stderr.splitlines() if re.match("(Kept|Distance|Report|Next)", line)]
+    return [line for line in done.stderr.splitlines() if re.match("(Share|Distance|Report|Next)", line)]
 
 
 def run_next(line: str) -> str:
@@ -46,8 +47,8 @@ def test_slta_says_what_is_kept_and_evaluates_next(
     recipe, out = write_recipe(llama, experts=(0, 1), keep={}, samples=2), tmp_path / "out put"
     kept, following = said_after(command, recipe, out)
     solution = Statistics.load(out / "mergekit-slta" / "statistics.safetensors").solve()
-    shares = [f"{share:.1%}" for share in (*solution.kept.tolist(), solution.base_kept)]
-    assert re.findall(r"-?\d+\.\d%", kept) == shares and "expert0 " in kept and "base model" in kept
+    shares = [as_score(share) for share in (*solution.kept.tolist(), solution.base_kept)]
+    assert re.findall(r"−?\d\.\d\d", kept) == shares and "expert0 " in kept and "base model" in kept
     assert following == f"Next: mergekit-slta evaluate '{out}/mergekit_config.yml' '{out}'"
     assert "expert expert0" in run_next(following)
     assert said_after(command, recipe, out, "--quiet") == []
@@ -59,17 +60,17 @@ def test_featcal_says_how_far_its_features_are_from_each_models_own(llama: Famil
     content = families.recipe(llama, "featcal", experts=(0,), keep={}, samples=2, report=str(pages))
     recipe, out = families.write_recipe(tmp_path / "recipe.yml", content), tmp_path / "out"
     said, page, _ = said_after(run_yaml.main, recipe, out)
-    assert "0% is the model itself, lower is better" in said
+    assert "0 is the model itself; lower is better" in said
     assert page == f"Report: {pages / 'featcal.html'}"
     text = (pages / "featcal.html").read_text()
     assert_self_contained(text)
     assert str(tmp_path) not in text and ">expert0</th>" in text
     merged, (base, expert, *_) = families.load_model(out).float(), llama.models()
     experiment = families.experiment(content)
-    for task, (model, found) in enumerate(zip((expert, base), re.findall(r"(\d+\.\d)%", said), strict=True)):
+    for task, (model, found) in enumerate(zip((expert, base), re.findall(r"\d\.\d\d", said), strict=True)):
         rows = experiment.load_data(experiment.recipe.tasks)[task].token_ids
         errors = [(last(merged, row) - last(model, row)).norm(dim=-1) / last(model, row).norm(dim=-1) for row in rows]
-        assert float(found) == pytest.approx(100 * float(torch.cat(errors).mean()), abs=0.06)
+        assert float(found) == pytest.approx(float(torch.cat(errors).mean()), abs=0.006)
 
 
 def last(model: Any, row: tuple[int, ...]) -> torch.Tensor:

@@ -127,9 +127,9 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(name: str, out: Path, tm
         publish(out, "org/model", dry_run=True, quiet=True)
 
 
-def test_the_organisation_decides_on_the_visibility(out: Path, hub: Hub) -> None:
+def test_the_organization_decides_on_the_visibility(out: Path, hub: Hub) -> None:
     assert "Visibility: private;" in str(publish(out, "org/model", private=True, dry_run=True, quiet=True))
-    assert "as the organisation's default" in str(publish(out, "org/model", dry_run=True, quiet=True))
+    assert "by the organization's setting" in str(publish(out, "org/model", dry_run=True, quiet=True))
     assert upload(out, "org/model").exit_code == 0
     assert not {"private", "visibility"} & hub.created[0].keys()
 
@@ -213,7 +213,7 @@ def cut(out: Path) -> None:
         (lose, "lacks model.norm.weight"),
         (cut, "truncated"),
         (pickle, r"pickled weights \(pytorch_model.bin\): .* without --no-safe-serialization"),
-        (lambda out: next(iter(out.glob("model*.safetensors"))).unlink(), "has no weights"),
+        (lambda out: next(iter(out.glob("model*.safetensors"))).unlink(), "has no tensors"),
         (lambda out: (out / "config.json").write_text("{"), "config.json"),
         (lambda out: [file.unlink() for file in out.glob("tokenizer*")], "The tokenizer in .* cannot be read"),
         (lambda out: (out / "mergekit_config.yml").unlink(), "no mergekit_config.yml"),

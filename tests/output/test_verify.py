@@ -138,7 +138,7 @@ LOADING: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]]
     "random": (
         "mixtral",
         lambda tensors: tensors.pop("lm_head.weight"),
-        "transformers does not find lm_head.weight in the folder, and would draw them at random.",
+        "transformers misses lm_head.weight in the folder, and would initialize them at random.",
     ),
     "strange": (
         "mixtral",
@@ -149,7 +149,7 @@ LOADING: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], object], str]]
     "misshapen": (
         "mixtral",
         lambda tensors: tensors.update({"model.norm.weight": torch.zeros(31)}),
-        "model.norm.weight have other shapes than the folder's config.json says.",
+        "model.norm.weight have other shapes than the folder's config.json gives.",
     ),
     "headless": ("qwen3_5", lambda tensors: tensors.pop(HEAD), f"{HEAD} of "),  # which transformers ignores
 }

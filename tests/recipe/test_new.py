@@ -197,7 +197,7 @@ def test_names_are_quoted_as_yaml_needs_it(name: str) -> None:
     ("arguments", "sentence"),
     [
         (["org/math", "--method", "actmat"], "'actmat' merges several experts: name another one, or choose featcal or"),
-        (["org/math", "org/code", "--method", "sftm", "--calibration", "hf:a/b"], "'sftm' takes no calibration data"),
+        (["org/math", "org/code", "--method", "sftm", "--calibration", "hf:a/b"], "'sftm' uses no prompts"),
         (
             ["org/math", "org/code", "--calibration", "hf:a/b"],
             "--calibration is given once for 2 experts: give it once",

@@ -108,7 +108,7 @@ FAULTS = [
     (under_expert(template=3), f"'template' {OWN} should be a valid string, not 3."),
     *((content(name, base_model=None), f"The recipe has no base_model: '{name}' needs") for name in SETTINGS),
     (content(models=[{"model": "org/base"}]), "The recipe has no expert: list a fine-tuned model beside the base"),
-    (content(models=content()["models"][:1] * 2), "org/math is listed 2 times: list it once, with all of its records"),
+    (content(models=content()["models"][:1] * 2), "org/math is listed 2 times: list it once, with all its prompts"),
     (content(level="layer"), "'level' in the recipe has no effect: put it under the recipe's 'parameters'."),
     (content(template="{q}"), "'template' in the recipe has no effect: put it under the model's 'parameters'."),
     (

@@ -100,10 +100,10 @@ def test_the_verdict_claims_what_the_metrics_show_and_leaves_the_answers_to_eval
     distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
     mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
     assert mergeable.startswith("At level layer, features change nearly in proportion to the weights")
-    assert "says nothing of the answers that survive a merge: merge by featcal" in mergeable
-    assert " The changes of math and code add up least: what they change together is 3 % off" in mergeable
+    assert "does not predict the answers that a merge keeps: merge with featcal" in mergeable
+    assert " The changes of math and code add up least: their projection distance is 0.03," in mergeable
     bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
-    assert bent.startswith("code does not fit merging weights") and "leave it out, or merge by featcal" in bent
+    assert bent.startswith("code does not fit merging weights") and "leave it out, or merge with featcal" in bent
     assert verdict(scored({"math": 0.1}, {})).startswith("At level layer, features change nearly")
 
 

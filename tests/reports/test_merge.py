@@ -65,7 +65,7 @@ def test_the_sentence_on_what_is_kept_states_the_share_of_all_layers() -> None:
     [
         (0.05, "These can be merged: weighted sums keep most of each expert's feature change."),
         (0.5, "Both lose more than a quarter of the feature change: score the merge with mergekit-slta evaluate"),
-        (1.5, "Both lose most of the feature change: leave one of them out, or merge by featcal"),
+        (1.5, "Both lose most of the feature change: leave one of them out, or merge with featcal"),
     ],
 )
 def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
@@ -87,7 +87,7 @@ def test_the_verdict_names_one_expert_that_loses() -> None:
     measured = interfering([0.05] * 2)
     found = measured.solve("layer", task_weights=[1.0, 0.01])
     assert found.kept[0] > 0.75 and found.kept[1] < 0.5
-    assert verdict(found).startswith("code loses most of the feature change: leave it out, or merge by featcal")
+    assert verdict(found).startswith("code loses most of the feature change: leave it out, or merge with featcal")
 
 
 def test_the_base_models_own_task_is_said() -> None:

@@ -191,7 +191,7 @@ MISMATCHES: dict[str, tuple[Change, list[str]]] = {
     "base": (change_base, [r"base model .*expert0 is not the one"]),
     "configuration": (
         change_configuration,
-        [r"stretched is not the one .* \(other rms_norm_eps, rope_parameters\.rope_theta\)"],
+        [r"stretched is not the one .* \(different rms_norm_eps, rope_parameters\.rope_theta\)"],
     ),
     "a calibration": (
         lambda content, *_: content["models"][1]["parameters"].clear(),
@@ -237,7 +237,7 @@ def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
         replace(found, info=Info.model_validate(content)).save(path)
         if version == "99.0":
             measured(recipe(llama), path)
-    with pytest.raises(SltaError, match=r"\(other hidden_act, invented_later\)"):
+    with pytest.raises(SltaError, match=r"\(different hidden_act, invented_later\)"):
         measured(recipe(llama), path)
 
 
@@ -271,7 +271,7 @@ def test_a_merge_keeps_its_statistics_and_measures_once(
 def test_measure_says_when_it_takes_statistics_that_are_there(
     llama: Family, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = f"Note: nothing is measured, because {path} holds the statistics of this recipe.\n"
+    said = f"Note: {path} already holds the statistics of this recipe, so nothing is measured.\n"
     for quiet, expected in ((False, said), (True, "")):
         measure(Recipe(recipe(llama)), path=path, quiet=quiet)
         assert capsys.readouterr().err == expected

@@ -92,10 +92,10 @@ def test_the_first_samples_of_each_task(statistics: Statistics) -> None:
     assert part.task.tolist() == [0, 0, 1, 1, 2, 2]
     assert all(torch.equal(part.grams[name], gram[[0, 1, 4, 5, 7, 8]]) for name, gram in grams.items())
     one = uneven.take([0]).first_samples(1)
-    assert one.summary.startswith("1 sample of 1 task (7 tokens), submodules: ")
+    assert one.summary.startswith("1 prompt of 1 task (7 tokens), submodules: ")
     assert repr(one).splitlines()[1].split() == ["org/math", "1", "7", "task0.jsonl"]
     assert one.to_frame().to_dict("records") == [
-        {"task of": "org/math", "samples": 1, "tokens": 7, "calibration": "task0.jsonl"}
+        {"task of": "org/math", "prompts": 1, "tokens": 7, "calibration": "task0.jsonl"}
     ]
 
 
@@ -142,7 +142,7 @@ def test_task_weights_by_name_or_in_order(
     [
         ("solve", {"level": "linear"}, "no level 'linear', only layer, attn_mlp"),
         ("solve", {"ridge": -1.0}, "'ridge' is -1.0"),
-        ("solve", {"samples": 0}, "hold 4 samples per task"),
+        ("solve", {"samples": 0}, "hold 4 prompts per task"),
         ("solve", {"ridge": "auto"}, "'ridge' is 'auto': give a number."),
         ("solve", {"samples": 1.5}, "'samples' is 1.5: give a whole number."),
         ("solve", {"task_weights": {"org/maths": 1}}, "for 'org/maths', but the experts are org/math, org/code"),
@@ -174,8 +174,8 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     ]
     first, *_, last, whole = table.splitlines()[1:]
     assert first.split()[1:4] == [f"{weight:.3f}" for weight in solution.alpha["layer.0.attn"].tolist()]
-    assert last.split() == ["layer.1.mlp", *["0.000"] * 3, *["-"] * 4]
-    assert whole.split() == ["all", *["-"] * 3, *(f"{share:.1%}" for share in solution.kept.tolist()), "-"]
+    assert last.split() == ["layer.1.mlp", *["0.000"] * 3, *["–"] * 4]
+    assert whole.split() == ["all", *["–"] * 3, *(f"{share:.2f}" for share in solution.kept.tolist()), "–"]
     assert legend.startswith("math is org/math; code is org/code; <b>chat is org/<b>chat; ")
     assert note.startswith("In 1 of 4 submodules (layer.1.mlp ...)") and [note] == solution.notes()
     frame = solution.to_frame().set_index("submodule")

@@ -25,9 +25,9 @@ from support.merging import counted
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import solved
-from mergekit_slta.featcal.solved import ANSWER_WEIGHT as W
-from mergekit_slta.featcal.solved import SolvedModel, solve_model, token_weights
+from mergekit_slta.featcal import model as module
+from mergekit_slta.featcal.model import ANSWER_WEIGHT as W
+from mergekit_slta.featcal.model import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
@@ -71,7 +71,7 @@ def equal(first: State, second: State) -> bool:
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry for each feature merge that is computed."""
-    return counted(monkeypatch, solved, "feature_merge")
+    return counted(monkeypatch, module, "feature_merge")
 
 
 # The folder
@@ -110,8 +110,8 @@ def test_the_layers_of_another_merge_are_deleted_which_is_said(
     before = contents(tmp_path)
     solve(second, tmp_path)
     assert contents(tmp_path)["run.json"] != before["run.json"]
-    (said,) = [message for message in caplog.messages if message.startswith(f"{tmp_path} held layers of another merge")]
-    assert said.endswith("): deleted.")
+    (said,) = [message for message in caplog.messages if message.startswith("Deleted layers of another merge")]
+    assert said.endswith(f") in {tmp_path}.")
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_killed_merge_goes_on(
     forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
 ) -> None:
     process = families.started(forks, solve, recipe(deep), tmp_path, stop_after=1)
-    with pytest.raises(SltaError, match="Another process or thread is at work in"):
+    with pytest.raises(SltaError, match="Another process or thread is working in"):
         solve(recipe(deep), tmp_path)
     process.kill()
     process.join()

@@ -1,4 +1,4 @@
-"""Solve a recipe's feature merge into a folder of finished layers, from which mergekit reads the tensors."""
+"""A recipe's feature merge: its start ``solve_model``, which calls ``merge.py``, and its end ``SolvedModel.tensor``."""
 
 from __future__ import annotations
 
@@ -36,62 +36,6 @@ LOG = logging.getLogger(__name__)
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
 FORMAT = 17  # changes with the folder's content and with the way that layers are solved
-
-
-class SolvedModel:
-    """The tensors of a finished feature merge.
-
-    Args:
-        decoder: the model's decoder.
-        partial: the folder with the solved layers.
-        layout: how the base model's checkpoint cuts the model into tensors; by default as the model itself.
-    """
-
-    def __init__(self, decoder: Decoder, partial: Partial, layout: Layout | None = None) -> None:
-        self.decoder = decoder
-        self.layout = layout or Layout(decoder.model, decoder.tensor_names)
-        self._partial = partial
-        layers = ((layer, decoder.layer_tensors(layer)) for layer in range(len(decoder)))
-        self._layers = {name: layer for layer, names in layers for name in names.values()}
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
-        piece = self.layout.pieces.get(name)
-        if piece is None:
-            return None
-        with contextlib.ExitStack() as opened:
-            first = self.decoder.first_names
-            names = [first.get(target, target) for target in piece.targets]
-            files = {target: opened.enter_context(safe_open(self._file(target), "pt")) for target in names}
-            if any(target not in files[target].keys() for target in names):  # noqa: SIM118
-                return None
-
-            def solved(target: str, expert: int | None) -> torch.Tensor:
-                target = first.get(target, target)
-                return files[target].get_tensor(target) if expert is None else files[target].get_slice(target)[expert]
-
-            return self.layout.restore(name, solved)
-
-    def _file(self, target: str) -> Path:
-        layer = self._layers.get(target)
-        return self._partial.edges_file if layer is None else self._partial.layer_file(layer)
-
-    def is_language(self, name: str) -> bool:
-        """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
-        piece = self.layout.pieces.get(name)
-        return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
-
-    def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
-        """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.
-
-        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
-        """
-        errors, ridges = [], []
-        for layer in range(len(self.decoder)):
-            with safe_open(self._partial.layer_file(layer), "pt") as tensors:
-                errors.append(tensors.get_tensor(ERRORS))
-                ridges.append(tensors.get_tensor(RIDGES).tolist())
-        return torch.stack(errors), ridges
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -163,7 +107,7 @@ def head_to_solve(experiment: Experiment) -> LinearMap | None:
         return None
     why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
     if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
-        why = "mergekit changes its rows to those of the recipe's 'tokenizer'"
+        why = "mergekit reorders its rows for the recipe's 'tokenizer'"
     if why:
         LOG.warning("The output head stays the experts' mean, because %s.", why)
     return None if why else head
@@ -175,3 +119,59 @@ def _changes_rows(experiment: Experiment) -> bool:
     if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
         return True
     return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
+
+
+class SolvedModel:
+    """The tensors of a finished feature merge.
+
+    Args:
+        decoder: the model's decoder.
+        partial: the folder with the solved layers.
+        layout: how the base model's checkpoint cuts the model into tensors; by default as the model itself.
+    """
+
+    def __init__(self, decoder: Decoder, partial: Partial, layout: Layout | None = None) -> None:
+        self.decoder = decoder
+        self.layout = layout or Layout(decoder.model, decoder.tensor_names)
+        self._partial = partial
+        layers = ((layer, decoder.layer_tensors(layer)) for layer in range(len(decoder)))
+        self._layers = {name: layer for layer, names in layers for name in names.values()}
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
+        piece = self.layout.pieces.get(name)
+        if piece is None:
+            return None
+        with contextlib.ExitStack() as opened:
+            first = self.decoder.first_names
+            names = [first.get(target, target) for target in piece.targets]
+            files = {target: opened.enter_context(safe_open(self._file(target), "pt")) for target in names}
+            if any(target not in files[target].keys() for target in names):  # noqa: SIM118
+                return None
+
+            def solved(target: str, expert: int | None) -> torch.Tensor:
+                target = first.get(target, target)
+                return files[target].get_tensor(target) if expert is None else files[target].get_slice(target)[expert]
+
+            return self.layout.restore(name, solved)  # as solved, if the checkpoint stores it as the model has it
+
+    def _file(self, target: str) -> Path:
+        layer = self._layers.get(target)
+        return self._partial.edges_file if layer is None else self._partial.layer_file(layer)
+
+    def is_language(self, name: str) -> bool:
+        """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
+        piece = self.layout.pieces.get(name)
+        return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
+
+    def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
+        """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.
+
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
+        """
+        errors, ridges = [], []
+        for layer in range(len(self.decoder)):
+            with safe_open(self._partial.layer_file(layer), "pt") as tensors:
+                errors.append(tensors.get_tensor(ERRORS))
+                ridges.append(tensors.get_tensor(RIDGES).tolist())
+        return torch.stack(errors), ridges
