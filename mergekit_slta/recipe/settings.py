@@ -40,7 +40,7 @@ class CalibratedExpert(Parameters):
     )
     evaluation: str = Field(
         default="",
-        description="test data for `evaluate`, as `calibration`; by default the prompts that calibration leaves",
+        description="prompts for `evaluate`, written like `calibration`; by default those that the merge did not use",
     )
 
 
@@ -48,10 +48,10 @@ class KeptBase(CalibratedExpert):
     """The parameters of the base model where it is a task of its own: what it does on these prompts is to be kept."""
 
     calibration: str = Field(
-        default="", description="prompts on which the merge should do what the base model does; files as an expert's"
+        default="", description="prompts on which the merge should do what the base model does, written like an expert's"
     )
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
-        default=1.0, description="how much the base model's prompts count against the experts', κ; at least 0"
+        default=1.0, description="κ, how much the base model's prompts count compared with an expert's; at least 0"
     )
 
 
@@ -80,7 +80,7 @@ class CalibrationSettings(MethodSettings):
     expert: ClassVar[type[Parameters]] = CalibratedExpert
     samples: Annotated[int, Field(ge=1)] = Field(default=30, description="prompts per task")
     max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
-    seed: int = Field(default=0, description="which prompts are drawn")
+    seed: int = Field(default=0, description="seed of the random choice of prompts")
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 
 
@@ -92,7 +92,7 @@ class SltaSettings(CalibrationSettings):
     )
     level: Level = Field(
         default="attn_mlp",
-        description="what gets weights of its own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
+        description="the parts of the model with weights of their own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
     )
     balance: bool = Field(default=True, description="every prompt counts the same, long or short")
     ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
@@ -111,8 +111,8 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly a matrix is held near a point half as far again from the base model as `actmat`'s "
-        "merge: a number such as 0.03, or `auto`, for each group of matrices what predicts left-out prompts best",
+        description="how strongly each matrix is pulled towards a point 1.5 times as far from the base model as `actmat`'s "
+        "merge: a number such as 0.03, or `auto`, which takes what best predicts prompts left out of the computation",
     )
 
 
@@ -136,10 +136,10 @@ class ActmatSettings(MethodSettings):
 
 
 class SftmExpert(Parameters):
-    weight: FiniteFloat = Field(default=1.0, description="multiplies the expert's task vectors")
+    weight: FiniteFloat = Field(default=1.0, description="multiplies the expert's change")
     density: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2,
-        description="the share η of every task vector's entries to keep, the largest by magnitude; above 0, at most 1",
+        description="the share of the entries of the expert's change to keep, the largest first (η); above 0, at most 1",
     )
 
 
@@ -150,10 +150,10 @@ class SftmSettings(MethodSettings):
     in_words: ClassVar[str] = "every matrix keeps the singular features of every expert's change, without prompts."
     expert: ClassVar[type[Parameters]] = SftmExpert
     lambda_: FiniteFloat = Field(
-        default=0.6, alias="lambda", description="the scaling factor γ of the merged task matrices"
+        default=0.6, alias="lambda", description="multiplies the merged change of every matrix (γ in the paper)"
     )
     rank: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="how many singular features of a task matrix to keep; 0 keeps all"
+        default=0, description="how many singular vectors of a matrix's change to keep; 0 keeps all"
     )
 
 
