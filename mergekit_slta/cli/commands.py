@@ -115,7 +115,7 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
 @main.command(cls=ModelCommand, short_help="Find everything that is wrong with a recipe.")
 @recipe_path
 def check(recipe: Path, **options: Any) -> None:
-    """Find everything that is wrong with RECIPE, before anything is downloaded or computed.
+    """Find everything that is wrong with RECIPE, before weights are downloaded or anything is computed.
 
     Checks the recipe, then models, data and disk, without reading tensors. It reads configurations, headers of the
     weight files (from the Hub, for models there) and calibration data, and prints the download, the disk space and the
