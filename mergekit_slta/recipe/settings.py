@@ -48,7 +48,7 @@ class KeptBase(CalibratedExpert):
     """The parameters of the base model where it is a task of its own: what it does on these prompts is to be kept."""
 
     calibration: str = Field(
-        default="", description="prompts on which the merge should do what the base model does, written like an expert's"
+        default="", description="prompts on which the merge should do what the base model does; as an expert's"
     )
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
         default=1.0, description="κ, how much the base model's prompts count compared with an expert's; at least 0"
@@ -92,7 +92,7 @@ class SltaSettings(CalibrationSettings):
     )
     level: Level = Field(
         default="attn_mlp",
-        description="the parts of the model with weights of their own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
+        description="the parts with weights of their own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
     )
     balance: bool = Field(default=True, description="every prompt counts the same, long or short")
     ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
@@ -111,7 +111,7 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly each matrix is pulled towards a point 1.5 times as far from the base model as `actmat`'s "
+        description="how strongly each matrix is pulled towards a point 1.5 times as far from the base as `actmat`'s "
         "merge: a number such as 0.03, or `auto`, which takes what best predicts prompts left out of the computation",
     )
 
@@ -139,7 +139,7 @@ class SftmExpert(Parameters):
     weight: FiniteFloat = Field(default=1.0, description="multiplies the expert's change")
     density: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2,
-        description="the share of the entries of the expert's change to keep, the largest first (η); above 0, at most 1",
+        description="η, the share of the expert's changes to keep, the largest first; above 0, at most 1",
     )
 
 
