@@ -235,37 +235,50 @@ class _FeatureMerge(LayerMethod[Tensors]):
         if head is None:
             return {}
         self.stage = "output head"
-        anchor = read_edges(decoder, self.anchor, [name for name in (head.weight, head.bias) if name])
-        solved = {name: tensor.clone() for name, tensor in anchor.items()}
-        (rows, columns), ridge = head.matrix(anchor).shape, self.ridge
+        names, tail = [name for name in (head.weight, head.bias) if name], tail_tensors(decoder)
+        # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
+        solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}
+        merged_tail = read_edges(decoder, self.anchor, tail)
+        owned = [(read_edges(decoder, owner, names), read_edges(decoder, owner, tail)) for owner in self.owners]
+        matrix, ridge = head.matrix(solved), self.ridge
+        rows, columns = matrix.shape
         step = max(1, HEAD_ELEMENTS // columns)
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            tasks = (self._head_tokens(head, task, part, streams, report) for task in range(len(self.owners)))
-            change = self.regression(head.matrix(anchor)[part], tasks, ridge, streams.tokens).solve()
+            tasks = (
+                self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams, report)
+                for task, (tensors, owner_tail) in enumerate(owned)
+            )
+            change = self.regression(matrix[part], tasks, ridge, streams.tokens).solve()
             if change.ridge is None:
                 LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
                 return {}
             ridge = change.ridge  # the choice of the first part holds for the whole head
             solved[head.weight][part] += change.matrix
             if head.bias is not None:
-                biases = [read_edges(decoder, model, [head.bias])[head.bias][part] for model in self.owners]
-                solved[head.bias][part] = change.offset(anchor[head.bias][part], torch.stack(biases))
+                biases = torch.stack([tensors[head.bias][part] for tensors, _ in owned])
+                solved[head.bias][part] = change.offset(solved[head.bias][part], biases)
+            report = _untold  # the samples count once
         return solved
 
     def _head_tokens(
-        self, head: LinearMap, task: int, rows: slice, streams: Streams, report: Progress
+        self, task: int, matrix: torch.Tensor, tails: tuple[Weights, Weights], streams: Streams, report: Progress
     ) -> Iterator[Tokens]:
-        """The head's inputs in the merged model, and what some rows of the task's model's head make of that model's."""
-        decoder, owner, tail = self.decoder, self.owners[task], tail_tensors(self.decoder)
-        merged_tail, owner_tail = (read_edges(decoder, model, tail) for model in (self.anchor, owner))
-        matrix = head.matrix(read_edges(decoder, owner, [head.weight]))[rows]
+        """The head's inputs in the merged model, and what the task's model's head, ``matrix``, makes of its own.
+
+        ``tails`` are the ``tail_tensors`` of the merged model, and of the task's own.
+        """
         for number, batch in streams.batches_of(task):
-            given = batch.unpadded(head_input(decoder, streams.hidden(MERGED, number), merged_tail))
-            owner_given = batch.unpadded(head_input(decoder, streams.hidden(EXPERT, number), owner_tail))
+            given, owner_given = (
+                batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
+                for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
+            )
             yield given, owner_given @ matrix.T, batch.samples, batch.join(self.weights)
-            if rows.start == 0:
-                report(len(batch.rows))
+            report(len(batch.rows))
+
+
+def _untold(samples: int) -> None:
+    """Progress that nobody is told."""
 
 
 class _LayerMerge:
