@@ -28,7 +28,6 @@ residuals as those of R [n, d_out], each times (s_t w_x)^(1/2), the same change 
     D^T = H^-1 X^T (X H^-1 X^T + ridge I)^-1 R
 
 whose system is only [n, n].
-
 """
 
 from __future__ import annotations
@@ -238,13 +237,12 @@ class RidgeRegression:
 
     def _best_ridge(self) -> float:
         """The ridge that predicts each half of the samples best from the other."""
-        solvers = [self._solver(half) for half in (0, 1)]
+        solvers, judges = [self._solver(half) for half in (0, 1)], [self._judge(half) for half in (1, 0)]
 
         def error(ridge: float) -> float:
             changes = [solver(ridge) for solver in solvers]
-            return sum(
-                torch.inf if change is None else self._error(change, 1 - half) for half, change in enumerate(changes)
-            )
+            pairs = zip(changes, judges, strict=True)
+            return sum(torch.inf if change is None else judge(change) for change, judge in pairs)
 
         return lowest_ridge(error)
 
@@ -263,13 +261,16 @@ class RidgeRegression:
 
         return solve
 
-    def _error(self, change: torch.Tensor, half: int) -> float:
-        """The squared error of a change on a half, but for a summand that is the same for every change."""
+    def _judge(self, half: int) -> Callable[[torch.Tensor], float]:
+        """Gives the squared error of a change on a half, but for a summand that is the same for every change.
+
+        The half has had its ``_solver``, which completes its moments.
+        """
         if self._few:
             inputs, residuals = self._tokens_of(half)
-            return float((change @ inputs.T - residuals.T).square().sum())
+            return lambda change: float((change @ inputs.T - residuals.T).square().sum())
         moments, predicted = self._all.moments[half], self._all.predicted[half]
-        return float((change * (change @ moments - 2 * predicted)).sum())
+        return lambda change: float((change * (change @ moments - 2 * predicted)).sum())
 
     def _tokens_of(self, half: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The inputs [n, d_in] and the residuals [n, d_out] of all tokens, or their combinations in a half."""
