@@ -99,9 +99,10 @@ def _memory(experiment: Experiment) -> int:
     layers = _layers(base).values()
     layer = max((sum(_in_memory(name, layer[name]) for name in layer) for layer in layers), default=0)
     tokens = len(recipe.tasks) * settings.samples * settings.max_tokens
-    passing = (4 * models + stored * (models - 1)) * layer + 4 * tokens * (base.size("hidden_size") or 0)
+    states = 4 * tokens * (base.size("hidden_size") or 0)
+    passing = (4 * models + stored * (models - 1)) * layer + states
     if isinstance(settings, FeatcalSettings):
-        passing += 4 * tokens * (base.size("hidden_size") or 0) + sums
+        passing += states + sums
     return LIBRARIES + max(merging, passing)
 
 

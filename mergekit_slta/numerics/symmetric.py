@@ -17,7 +17,7 @@ import torch
 LOG = logging.getLogger(__name__)
 
 # Numbers of each vector whose products are summed in float32: 64 chains of 64 terms are exact to 1e-7 or so.
-EXACT = 4096
+IN_FLOAT32 = 4096
 HELD = 2**17  # numbers of all vectors that are multiplied at once on a processor, whose cache holds their copies
 BLOCK = 512  # columns of a Gram matrix that are computed at once
 EIGENVALUE_CUTOFF = 1e-10  # relative to the largest eigenvalue
@@ -51,14 +51,15 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
 def inner_products(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The inner products [T, T] of ``T`` float32 vectors [n], float64 on the CPU and exactly symmetric.
 
-    Products of ``EXACT`` numbers are summed in float32 on the vectors' device, and these sums in float64 on the CPU.
+    The products of ``IN_FLOAT32`` numbers are summed in float32 on the vectors' device, these sums in float64 on the
+    CPU.
     """
     on_cpu, total = vectors[0].device.type == "cpu", torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
-    size = max(HELD // len(vectors) // EXACT, 1) * EXACT if on_cpu else max(len(vectors[0]), 1)
+    size = max(HELD // len(vectors) // IN_FLOAT32, 1) * IN_FLOAT32 if on_cpu else max(len(vectors[0]), 1)
     for parts in zip(*(vector.split(size) for vector in vectors), strict=True):
         features = torch.stack(parts)
-        whole = features.shape[1] // EXACT * EXACT
-        for blocks in (features[:, :whole].unflatten(1, (-1, EXACT)).transpose(0, 1), features[None, :, whole:]):
+        whole = features.shape[1] // IN_FLOAT32 * IN_FLOAT32
+        for blocks in (features[:, :whole].unflatten(1, (-1, IN_FLOAT32)).transpose(0, 1), features[None, :, whole:]):
             total += (blocks @ blocks.mT).cpu().double().sum(0)
     return (total + total.T) / 2
 
@@ -81,15 +82,13 @@ def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | 
     """
     factor, failed = torch.linalg.cholesky_ex(system)
     shares = factor.diagonal().square() / system.diagonal()
-    if int(failed) or not bool((shares > SMALLEST_SHARE).all()):
-        if system.dtype == torch.float32 and bool(system.isfinite().all()):
-            LOG.info(
-                "Solved a system of %d equations in float64 on the CPU (number %d)", len(system), next(_in_float64)
-            )
-            exact = times_inverse(target.cpu().double(), system.cpu().double())
-            return None if exact is None else exact.to(target)
-        if int(failed):
-            return None
+    determined = not int(failed) and bool((shares > SMALLEST_SHARE).all())
+    if not determined and system.dtype == torch.float32 and bool(system.isfinite().all()):
+        LOG.info("Solved a system of %d equations in float64 on the CPU (number %d)", len(system), next(_in_float64))
+        exact = times_inverse(target.cpu().double(), system.cpu().double())
+        return None if exact is None else exact.to(target)
+    if int(failed):
+        return None
     solution = torch.cholesky_solve(target.T, factor).T
     return solution if bool(torch.isfinite(solution).all()) else None
 

@@ -204,7 +204,7 @@ class LayerFeatures:
             grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
             if any(map(len, given)):
                 of_map = known or MapDeltas(linear_map, self.weights)
-                grams = torch.stack([of_map.gram(inputs) for inputs in given]).cpu()
+                grams = torch.stack([of_map.gram(inputs) for inputs in given])
             yield submodule_name(self.layer, linear_map.name), grams
 
     def _head_modules(self) -> set[str]:
