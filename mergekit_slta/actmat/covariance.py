@@ -12,6 +12,9 @@ matrix span the inputs of its task, and its Gram matrix stands in for theirs. Sy
 The merged task matrix τ minimizes Σ_t |(τ − τ_t) C_t^½|² + μ |τ − τ̄|², so that
 
     τ = [Σ_t τ_t C_t + μ τ̄] [Σ_t C_t + μ I]⁻¹
+      = τ_r + [Σ_t (τ_t − τ_r) C_t + μ (τ̄ − τ_r)] [Σ_t C_t + μ I]⁻¹
+
+for any expert r, whose own product the second form saves.
 
 An expert that did not touch the matrix does not constrain it (C_t = 0) and counts in the mean.
 """
@@ -65,31 +68,33 @@ def merge_by_covariance(
     weights = [1.0] * len(tasks) if weights is None else weights
     mean = weighted_mean(tasks, weights)
     rows, inputs = mean.shape
-    total, target = mean.new_zeros(inputs, inputs), torch.zeros_like(mean)
+    total, change = mean.new_zeros(inputs, inputs), torch.zeros_like(mean)
+    reference: torch.Tensor | None = None
     for task, weight in zip(tasks, weights, strict=True):
         if weight == 0 or not task.any():
             continue
-        of_task = covariance(task, weight)
+        exact, of_task = task.to(total.dtype), covariance(task, weight)
         total += of_task
-        exact = task.to(total.dtype)
-        if rows < inputs:  # τ τᵀ is the smaller one of the two products
-            target.addmm_(gram(exact.T), exact, alpha=weight / float(exact.square().sum()))
+        if reference is None:
+            reference = exact
+        elif 2 * rows < inputs:  # two products through [m, m] are less than one with C_t
+            change.addmm_((exact - reference) @ exact.T, exact, alpha=weight / float(exact.square().sum()))
         else:
-            target.addmm_(exact, of_task)
-    if len(tasks) == 1 or not total.any():
+            change.addmm_(exact - reference, of_task)
+    if len(tasks) == 1 or reference is None:
         return MergedMatrix(mean, total)
     ridge = max(ridge, SMALLEST_ACTMAT_RIDGE)
-    target.add_(mean, alpha=ridge * float(total.diagonal().mean()))
-    change = times_inverse(target, with_ridge(total, ridge))
-    assert change is not None  # a Gram matrix of finite numbers, with a ridge, is positive definite
-    return MergedMatrix(change, total)
+    change.add_(mean - reference, alpha=ridge * float(total.diagonal().mean()))
+    solution = times_inverse(change, with_ridge(total, ridge))
+    assert solution is not None  # a Gram matrix of finite numbers, with a ridge, is positive definite
+    return MergedMatrix(reference + solution, total)
 
 
 def covariance(task: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
     """C_t [n, n] of a task matrix [m, n]; zero where the expert did not touch it."""
     exact = task.to(_precision(task))
-    size = exact.norm()
-    return gram(exact * torch.where(size > 0, weight**0.5 / size, 0.0))
+    size = exact.square().sum()
+    return gram(exact).mul_(torch.where(size > 0, weight / size, 0.0))
 
 
 def weighted_mean(tasks: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

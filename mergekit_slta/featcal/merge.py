@@ -206,11 +206,10 @@ class _FeatureMerge(LayerMethod[Tensors]):
 
         ``expected`` is how many they are; ``prior`` is that of ``RidgeRegression``.
         """
-        (outputs, inputs), ranks = near.shape, self.ranks
-        regression = RidgeRegression(inputs, outputs, ridge, near.device, prior=prior, tokens=expected, ranks=ranks)
+        regression = RidgeRegression(near, ridge, prior=prior, tokens=expected, ranks=self.ranks)
         for task, count in zip(tasks, self.counts, strict=True):
-            for given, wanted, samples, weights in task:
-                regression.add(given, torch.addmm(wanted, given, near.T, alpha=-1), samples, weights)
+            for tokens in task:
+                regression.add(*tokens)
             regression.finish_task(count)
         return regression
 

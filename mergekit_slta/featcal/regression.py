@@ -1,15 +1,15 @@
 """The ridge regression of one group of linear maps that share an input.
 
-Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, residuals r = y - W_n x [d_out]
-against the map W_n that the solution stays near, tasks t with weights s_t, and the change D = W - W_n [d_out, d_in],
-which minimizes
+Symbols, as in ``merge.py``: inputs x [d_in] of the merged model with weights w_x, targets y [d_out] and their residuals
+r = y - W_n x against the map W_n that the solution stays near, tasks t with weights s_t, and the change D = W - W_n
+[d_out, d_in], which minimizes
 
     sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = c_t / n_t,   n_t = |sum_x w_x x x^T|_F
 
 where c_t says how much the task counts: 1, or the keep weight for the base model's.
 
-With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. H [d_in, d_in]
-says how strongly each direction of the input is held:
+With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x y x^T - W_n A, that is D = C (A + ridge H)^-1. H
+[d_in, d_in] says how strongly each direction of the input is held:
 
 - H = h I with h = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
   h says nothing about the others: then H = diag(A). Where those few would decide n_t, perhaps by a single token,
@@ -54,9 +54,6 @@ SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were 
 # Of all sums, systems and solutions; where that does not suffice to factor a system, ``times_inverse`` takes float64.
 PRECISION = torch.float32
 
-# D [k, d_in] by the ridge, or None where that does not make the equations solvable.
-Solver = Callable[[float], torch.Tensor | None]
-
 
 @dataclass(frozen=True)
 class Change:
@@ -93,16 +90,16 @@ class Sums:
     """Sums over tokens, zero at first; those with a first dimension of ``h`` are of each half of the samples.
 
     Attributes:
-        inputs, residuals: sums of x [d_in] and of r [d_out].
+        inputs, targets: sums of x [d_in] and of y [d_out].
         mass: sum of the weights w_x [].
         tokens: how many tokens [h].
-        cross: sum of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
+        cross: sum of y x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
         moments: sum of x x^T [h, d_in, d_in], on and above the diagonal.
-        predicted: sum of combinations of r with x [h, combinations, d_in].
+        predicted: sum of combinations of y with x [h, combinations, d_in].
     """
 
     inputs: torch.Tensor
-    residuals: torch.Tensor
+    targets: torch.Tensor
     mass: torch.Tensor
     tokens: torch.Tensor
     cross: torch.Tensor
@@ -114,9 +111,8 @@ class RidgeRegression:
     """A regression whose tokens are added task by task; it keeps sums over them or, if they are few, the tokens.
 
     Args:
-        inputs, outputs: the numbers of dimensions d_in and d_out.
+        near: W_n [d_out, d_in]; the sums are on its device.
         ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
-        device: where the sums are.
         prior: P [d_in, d_in], symmetric and positive definite; by default no direction is held more.
         tokens: how many tokens this process will add, if that is known.
         ranks: the processes that share the tokens.
@@ -127,16 +123,15 @@ class RidgeRegression:
 
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        near: torch.Tensor,
         ridge: float | None,
-        device: torch.device | str = "cpu",
         *,
         prior: torch.Tensor | None = None,
         tokens: int | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self._ridge, self._prior, self._ranks = ridge, prior, ranks or Ranks()
+        self._near, self._ridge, self._prior, self._ranks = near.to(PRECISION), ridge, prior, ranks or Ranks()
+        (outputs, inputs), device = near.shape, near.device
         # Without a search for the ridge, the sums need no more than one factorization, and a prior is another one.
         most = inputs // 2 if prior is not None and ridge is not None else inputs
         self._few = tokens is not None and tokens < most and self._ranks.count == 1
@@ -157,35 +152,34 @@ class RidgeRegression:
         self._all, self._task = (
             Sums(*(torch.zeros(shape, dtype=PRECISION, device=device) for shape in shapes)) for _ in range(2)
         )
-        # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
+        # The inputs and targets of tokens, each times the root of its weight, and the half of its sample.
         none = torch.zeros(0, inputs + outputs, dtype=PRECISION, device=device).split([inputs, outputs], 1)
         self._rows = [(*none, torch.zeros(0, dtype=torch.int64, device=device))]
         self._rows_before = 1  # the current task's
         self._masses: list[torch.Tensor] = []
-        self._root: tuple[torch.Tensor, torch.Tensor] | None = None  # the last shape of H, and its root V
         self._halved = ridge is None  # whether each task has samples in both halves
         self.tokens = 0
 
-    def add(self, inputs: torch.Tensor, residuals: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
+    def add(self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
         """Add tokens of the current task.
 
         Args:
             inputs: [n, d_in].
-            residuals: [n, d_out].
+            targets: [n, d_out].
             samples: the number of each token's sample [n].
             weights: w_x [n], each token's weight.
         """
         task, roots = self._task, weights.to(inputs.device, PRECISION).sqrt()[:, None]
-        inputs, residuals, halves = inputs * roots, residuals * roots, samples.to(inputs.device) % len(task.tokens)
+        inputs, targets, halves = inputs * roots, targets * roots, samples.to(inputs.device) % len(task.tokens)
         task.inputs += (roots.T @ inputs)[0]
-        task.residuals += (roots.T @ residuals)[0]
+        task.targets += (roots.T @ targets)[0]
         task.mass += roots.square().sum()
         task.tokens += halves.bincount(minlength=len(task.tokens))
         if self._few:
-            self._rows.append((inputs, residuals, halves))
+            self._rows.append((inputs, targets, halves))
             return
-        task.cross.addmm_(residuals.T, inputs)
-        combined = residuals @ self._combinations
+        task.cross.addmm_(targets.T, inputs)
+        combined = targets @ self._combinations
         for half, (moments, predicted) in enumerate(zip(task.moments, task.predicted, strict=True)):
             rows = halves == half if len(task.tokens) > 1 else slice(None)
             add_gram(inputs[rows], moments)
@@ -204,9 +198,9 @@ class RidgeRegression:
         for total, part in zip(vars(self._all).values(), vars(task).values(), strict=True):
             total.addcmul_(part, weight)
             part.zero_()
-        for inputs, residuals, _ in self._rows[self._rows_before :]:
+        for inputs, targets, _ in self._rows[self._rows_before :]:
             inputs *= weight.sqrt()
-            residuals *= weight.sqrt()
+            targets *= weight.sqrt()
         self._rows_before = len(self._rows)
 
     def _norm_of_task(self) -> torch.Tensor:
@@ -223,93 +217,120 @@ class RidgeRegression:
     def solve(self) -> Change:
         """Solve for the change."""
         del self._task  # its memory is needed
-        ridge = self._ridge
+        total, masses, ridge = self._all, torch.stack(self._masses), self._ridge
+        equations: _TokenEquations | _SumEquations
+        if self._few:
+            inputs, targets, halves = map(torch.cat, zip(*self._rows, strict=True))
+            self._rows = []  # their memory is needed
+            residuals = targets.addmm_(inputs, self._near.T, alpha=-1)
+            equations = _TokenEquations(inputs, residuals, halves, self._combinations, self._prior)
+        else:
+            equations = _SumEquations(total, self._near, self._combinations, self._prior)
         if ridge is None:
-            ridge = self._best_ridge() if self._halved else UNKNOWN_RIDGE
-        solver, total, masses = self._solver(), self._all, torch.stack(self._masses)
-        mass = masses.sum().clamp_min(torch.finfo(PRECISION).tiny)
+            ridge = lowest_ridge(equations.error_left_out) if self._halved else UNKNOWN_RIDGE
         ridge = max(ridge, SMALLEST_RIDGE)
-        if (matrix := solver(ridge)) is not None:
-            mean = (total.residuals - matrix @ total.inputs) / mass
-            return Change(matrix, mean, masses / mass, ridge)
-        matrix = torch.zeros(len(total.residuals), len(total.inputs), dtype=PRECISION, device=mass.device)
-        return Change(matrix, total.residuals / mass, masses / mass, None)
+        mass = masses.sum().clamp_min(torch.finfo(PRECISION).tiny)
+        left = total.targets - self._near @ total.inputs
+        if (matrix := equations.change(ridge)) is not None:
+            return Change(matrix, (left - matrix @ total.inputs) / mass, masses / mass, ridge)
+        return Change(torch.zeros_like(self._near), left / mass, masses / mass, None)
 
-    def _best_ridge(self) -> float:
-        """The ridge that predicts each half of the samples best from the other."""
-        solvers, judges = [self._solver(half) for half in (0, 1)], [self._judge(half) for half in (1, 0)]
 
-        def error(ridge: float) -> float:
-            changes = [solver(ridge) for solver in solvers]
-            pairs = zip(changes, judges, strict=True)
-            return sum(torch.inf if change is None else judge(change) for change, judge in pairs)
+class _SumEquations:
+    """The equations from the sums over the tokens of all tasks."""
 
-        return lowest_ridge(error)
+    def __init__(self, sums: Sums, near: torch.Tensor, combinations: torch.Tensor, prior: torch.Tensor | None) -> None:
+        moments = sums.moments
+        for half in moments:
+            mirror(half)
+        self._moments, self._cross = moments, sums.cross.addmm_(near, moments.sum(0), alpha=-1)
+        self._predicted = sums.predicted.sub_(combinations.T @ near @ moments)
+        self._shape = shape_of_hold(moments.sum(0).diagonal())
+        hold = shaped(self._shape, prior)
+        self._hold = hold.diag() if hold.ndim == 1 else hold
 
-    def _solver(self, half: int | None = None) -> Solver:
-        """Solve from all samples for every output, or from a half of them for the combinations of the outputs."""
-        if self._few:
-            return self._solver_by_tokens(*self._tokens_of(half))
-        moments = mirror(self._all.moments.sum(0) if half is None else self._all.moments[half])
-        cross = self._all.cross if half is None else self._all.predicted[half]
-        strength, shape = held(moments.diagonal())
+    def change(self, ridge: float) -> torch.Tensor | None:
+        """D [d_out, d_in]; None where the ridge does not make the equations solvable."""
+        return self._solve(self._cross, self._moments.sum(0), ridge)
 
-        def solve(ridge: float) -> torch.Tensor | None:
-            hold = shaped(shape, self._prior)
-            hold = hold.diag() if hold.ndim == 1 else hold
-            return times_inverse(cross, torch.add(moments, hold, alpha=ridge * float(strength)))
+    def error_left_out(self, ridge: float) -> float:
+        """The error of each half's solution on the other half, but for a summand that is the same for every ridge."""
+        error, sums = 0.0, list(zip(self._moments, self._predicted, strict=True))
+        for (moments, predicted), (others, others_predicted) in (sums, sums[::-1]):
+            change = self._solve(predicted, moments, ridge)
+            if change is None:
+                return torch.inf
+            error += float((change * (change @ others - 2 * others_predicted)).sum())
+        return error
 
-        return solve
+    def _solve(self, cross: torch.Tensor, moments: torch.Tensor, ridge: float) -> torch.Tensor | None:
+        hold = ridge * float(strength(moments.diagonal(), self._shape))
+        return times_inverse(cross, torch.add(moments, self._hold, alpha=hold))
 
-    def _judge(self, half: int) -> Callable[[torch.Tensor], float]:
-        """Gives the squared error of a change on a half, but for a summand that is the same for every change.
 
-        The half has had its ``_solver``, which completes its moments.
-        """
-        if self._few:
-            inputs, residuals = self._tokens_of(half)
-            return lambda change: float((change @ inputs.T - residuals.T).square().sum())
-        moments, predicted = self._all.moments[half], self._all.predicted[half]
-        return lambda change: float((change * (change @ moments - 2 * predicted)).sum())
+class _TokenEquations:
+    """The equations from the tokens themselves, each in one of two halves."""
 
-    def _tokens_of(self, half: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs [n, d_in] and the residuals [n, d_out] of all tokens, or their combinations in a half."""
-        if len(self._rows) > 1:
-            self._rows = [tuple(map(torch.cat, zip(*self._rows, strict=True)))]
-        inputs, residuals, halves = self._rows[0]
-        if half is None:
-            return inputs, residuals
-        rows = halves == half
-        return inputs[rows], residuals[rows] @ self._combinations
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        residuals: torch.Tensor,
+        halves: torch.Tensor,
+        combinations: torch.Tensor,
+        prior: torch.Tensor | None,
+    ) -> None:
+        self._residuals, self._combined = residuals, residuals @ combinations
+        self._halves = [(halves == half).nonzero()[:, 0] for half in (0, 1)]
+        energies = torch.stack([inputs[half].square().sum(0) for half in self._halves])
+        shape = shape_of_hold(energies.sum(0))
+        self._strengths = [strength(energy, shape) for energy in (energies.sum(0), *energies)]
+        hold = shaped(shape, prior)
+        if hold.ndim == 1:
+            whitened, self._held_inputs = inputs / hold.sqrt(), inputs / hold
+        else:  # H = V^T V, and X V^-1 V^-T = X H^-1
+            root = torch.linalg.cholesky_ex(hold, upper=True).L
+            whitened = solve_triangular(root, inputs, upper=True, left=False)
+            self._held_inputs = solve_triangular(root.T, whitened, upper=False, left=False)
+        self._products = gram(whitened.T)
 
-    def _solver_by_tokens(self, inputs: torch.Tensor, residuals: torch.Tensor) -> Solver:
-        """With H = V^T V for a diagonal or triangular V, no more than X V^-1 is needed."""
-        strength, shape = held(inputs.square().sum(0))
-        if self._root is None or not torch.equal(shape, self._root[0]):
-            hold = shaped(shape, self._prior)
-            self._root = shape, hold.sqrt() if hold.ndim == 1 else torch.linalg.cholesky_ex(hold, upper=True).L
-        root = self._root[1]
-        whitened = inputs / root if root.ndim == 1 else solve_triangular(root, inputs, upper=True, left=False)
-        products = gram(whitened.T)
-
-        def solve(ridge: float) -> torch.Tensor | None:
-            system = products.clone()
-            system.diagonal().add_(ridge * strength)
+    def change(self, ridge: float) -> torch.Tensor | None:
+        """D [d_out, d_in]; None where the ridge does not make the equations solvable."""
+        inputs, residuals = self._held_inputs, self._residuals
+        system = _plus(self._products, ridge * self._strengths[0])
+        if residuals.shape[1] < inputs.shape[1]:
             solution = times_inverse(residuals.T, system)
+            return None if solution is None else solution @ inputs
+        solution = times_inverse(inputs.T, system)
+        return None if solution is None else (solution @ residuals).T
+
+    def error_left_out(self, ridge: float) -> float:
+        """The squared error of each half's solution on the other half."""
+        error = 0.0
+        for own, other, held in zip(self._halves, self._halves[::-1], self._strengths[1:], strict=True):
+            system = _plus(self._products[own[:, None], own], ridge * held)
+            solution = times_inverse(self._combined[own].T, system)
             if solution is None:
-                return None
-            change = solution @ whitened
-            return change / root if root.ndim == 1 else solve_triangular(root, change.T, upper=True).T
-
-        return solve
+                return torch.inf
+            error += float((solution @ self._products[own[:, None], other] - self._combined[other].T).square().sum())
+        return error
 
 
-def held(diagonal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """H without a prior, from the diagonal of A [d_in]: its strength [], and its diagonal [d_in] in units of that."""
-    mean, one = diagonal.mean(), torch.ones_like(diagonal)
-    if mean > MASSIVE * diagonal.median():
-        return one[0], diagonal
-    return torch.where(mean > 0, mean, one[0]), one
+def _plus(matrix: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """A matrix with a number added on the diagonal."""
+    system = matrix.clone()
+    system.diagonal().add_(number)
+    return system
+
+
+def shape_of_hold(diagonal: torch.Tensor) -> torch.Tensor:
+    """The diagonal [d_in] of H without a prior and without its strength, from the diagonal of A [d_in]."""
+    return diagonal if diagonal.mean() > MASSIVE * diagonal.median() else torch.ones_like(diagonal)
+
+
+def strength(diagonal: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
+    """The strength [] of H in units of its ``shape`` [d_in], from the diagonal of A, or of its part of a half."""
+    total = diagonal.sum()
+    return torch.where(total > 0, total / shape.sum(), 1.0)
 
 
 def shaped(shape: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:

@@ -108,7 +108,7 @@ def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
     expected = merged_tensors(copied, tmp_path / "copied", tasks=[*tasks, tasks[2]], batch_tokens=50)
     found = merged_tensors(family, tmp_path / "kept", tasks=tasks, keep_weight=2.0, batch_tokens=50)
     assert found.keys() == expected.keys()
-    assert worst(found, expected) < 1e-6
+    assert worst(found, expected) < TOLERANCE
 
 
 # Limits

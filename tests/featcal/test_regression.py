@@ -74,12 +74,14 @@ def solve(
 ) -> Change:
     """The solution from batches of at most ``batch`` tokens; ``few`` takes the system of the tokens."""
     (_, inputs), (_, outputs) = (part.shape for part in tasks[0])
-    equations = RidgeRegression(inputs, outputs, ridge, prior=prior, tokens=0 if few else None)
+    near = draws(9)(outputs, inputs)
+    equations = RidgeRegression(near, ridge, prior=prior, tokens=0 if few else None)
     for (given, residuals), own in zip(tasks, weights or map(_ones, tasks), strict=True):
         samples = torch.arange(len(given)) // TOKENS_PER_SAMPLE
+        targets = (given.double() @ near.double().T + residuals).to(regression.PRECISION)
         for start in range(0, len(given), batch):
             part = slice(start, start + batch)
-            equations.add(given[part], residuals[part], samples[part], own[part])
+            equations.add(given[part], targets[part], samples[part], own[part])
         equations.finish_task()
     assert equations.tokens == sum(len(given) for given, _ in tasks)
     return equations.solve()
