@@ -1,1 +1,1 @@
-"""The linear algebra that the methods share: Gram matrices, and symmetric systems that are solved in float64."""
+"""The linear algebra that ``featcal`` and ``actmat`` share: Gram matrices, and systems of equations made of them."""

@@ -27,12 +27,14 @@ from mergekit_slta.layers.maps import (
     routed_inputs,
 )
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
-from mergekit_slta.numerics.symmetric import inner_products
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
 
 WHOLE = "whole"  # the run of a whole layer, beside those of its branches
+# Numbers of each vector whose products are summed in float32: 64 chains of 64 terms are exact to 1e-7 or so.
+IN_FLOAT32 = 4096
+HELD = 2**17  # numbers of all vectors that are multiplied at once on a processor, whose cache holds their copies
 LOGITS = 2**24  # of each model are held at once, because logits are wide
 
 
@@ -51,6 +53,22 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     """
     rows = enumerate(lengths)
     return torch.stack([inner_products([delta[row, :length].reshape(-1) for delta in deltas]) for row, length in rows])
+
+
+def inner_products(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The inner products [T, T] of ``T`` float32 vectors [n], float64 on the CPU and exactly symmetric.
+
+    The products of ``IN_FLOAT32`` numbers are summed in float32 on the vectors' device, these sums in float64 on the
+    CPU.
+    """
+    on_cpu, total = vectors[0].device.type == "cpu", torch.zeros(len(vectors), len(vectors), dtype=torch.float64)
+    size = max(HELD // len(vectors) // IN_FLOAT32, 1) * IN_FLOAT32 if on_cpu else max(len(vectors[0]), 1)
+    for parts in zip(*(vector.split(size) for vector in vectors), strict=True):
+        features = torch.stack(parts)
+        whole = features.shape[1] // IN_FLOAT32 * IN_FLOAT32
+        for blocks in (features[:, :whole].unflatten(1, (-1, IN_FLOAT32)).transpose(0, 1), features[None, :, whole:]):
+            total += (blocks @ blocks.mT).cpu().double().sum(0)
+    return (total + total.T) / 2
 
 
 def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:

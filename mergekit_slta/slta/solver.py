@@ -25,11 +25,11 @@ number for the submodule. For T = 1 that gives alpha = g_1 / (g_1 + kappa g_0), 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from mergekit_slta.numerics.symmetric import solve_semidefinite, with_ridge
+EIGENVALUE_CUTOFF = 1e-10  # relative to the largest eigenvalue
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def solve(
 ) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
-    Where A is singular they are the minimum-norm solution; see ``numerics.symmetric.solve_semidefinite``.
+    Where A is singular they are the minimum-norm solution; see ``solve_semidefinite``.
 
     Args:
         grams: [N, T, T] float64, one Gram matrix per calibration sample.
@@ -167,7 +167,8 @@ def equations(
         balance, ridge, task_weights, keep_weight: as for ``solve``.
     """
     weights = _weights(means, task_weights)
-    matrix = with_ridge(torch.einsum("a,...abc->...bc", weights, means), ridge)
+    matrix = torch.einsum("a,...abc->...bc", weights, means)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True))
     if keep_weight:
         scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
         measured = _measured(means, task_weights)  # an expert that changes nothing on the experts' tasks is left out
@@ -262,3 +263,31 @@ def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tenso
         drawn = torch.randint(len(rows), (repeats, len(rows)), generator=generator)
         counts.scatter_add_(1, rows[drawn], torch.ones_like(drawn, dtype=counts.dtype))
     return counts
+
+
+class LeastNorm(NamedTuple):
+    """The solution of least norm of semidefinite systems, and how well the systems determine it.
+
+    Attributes:
+        solution: [..., n].
+        kept: the eigenvalues [..., n] of the systems, scaled to a unit diagonal; zero where cut. Their number is the
+            rank, the largest through the smallest of them the condition number.
+    """
+
+    solution: torch.Tensor
+    kept: torch.Tensor
+
+
+def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> LeastNorm:
+    """Solve A x = b for positive semidefinite A [..., n, n] and b [..., n].
+
+    A is scaled to a unit diagonal, its eigenvalues below ``EIGENVALUE_CUTOFF`` of the largest are cut, and the solution
+    is scaled back.
+    """
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(diagonal.dtype).tiny).rsqrt(), 0.0)
+    values, vectors = torch.linalg.eigh(scale[..., :, None] * matrix * scale[..., None, :])
+    kept = torch.where(values > EIGENVALUE_CUTOFF * values[..., -1:], values, 0.0)
+    inverse = torch.where(kept > 0, 1 / kept, 0.0)
+    coordinates = inverse * torch.einsum("...ji,...j->...i", vectors, scale * right)
+    return LeastNorm(scale * torch.einsum("...ij,...j->...i", vectors, coordinates), kept)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.rounding import rounding
 
-from mergekit_slta.slta.grams import sample_grams
+from mergekit_slta.slta.grams import inner_products, sample_grams
 
 LENGTHS = (7, 3, 1)
 
@@ -35,3 +35,14 @@ def test_padding_and_neighbours_change_no_bit(deltas: list[torch.Tensor]) -> Non
     assert torch.equal(sample_grams(deltas, LENGTHS), grams)
     for row, length in enumerate(LENGTHS):
         assert torch.equal(sample_grams([delta[row : row + 1] for delta in deltas], [length])[0], grams[row])
+
+
+@pytest.mark.parametrize("numbers", [1, 4096, 10_000, 300_000])
+def test_inner_products_of_float32_vectors_are_exact(numbers: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(numbers, generator=generator) for _ in range(3)]
+    exact = torch.stack(vectors).double()
+    found = inner_products(vectors)
+    assert torch.equal(found, found.T)
+    sizes = exact.norm(dim=1)
+    assert ((found - exact @ exact.T).abs() <= rounding(1) * sizes * sizes[:, None]).all()
