@@ -98,7 +98,7 @@ def _memory(experiment: Experiment) -> int:
         return LIBRARIES + merging + sums
     layers = _layers(base).values()
     layer = max((sum(_in_memory(name, layer[name]) for name in layer) for layer in layers), default=0)
-    tokens = len(recipe.tasks) * settings.samples * settings.max_tokens
+    tokens = sum(task.samples for task in recipe.tasks) * settings.max_tokens
     states = 4 * tokens * (base.size("hidden_size") or 0)
     passing = (4 * models + stored * (models - 1)) * layer + states
     if isinstance(settings, FeatcalSettings):

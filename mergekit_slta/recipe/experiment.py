@@ -232,8 +232,8 @@ class Experiment:
         return aligned.tokenizer
 
     def samples(self, task: Task, count: int | None = None) -> CalibrationData:
-        """A task's calibration samples: ``count`` of them, by default the recipe's number; see ``draw``."""
-        key = task, count or self.settings.samples
+        """A task's calibration samples: ``count`` of them, by default the task's number; see ``draw``."""
+        key = task, count or task.samples
         if key not in self.drawn:
             self.drawn[key] = self._source(task, task.calibration).draw(key[1])
         return self.drawn[key]
@@ -253,7 +253,7 @@ class Experiment:
         )
 
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
-        """The calibration samples of tasks that have a source: ``count`` of each, by default the recipe's number.
+        """The calibration samples of tasks that have a source: ``count`` of each, by default the task's number.
 
         The check of a recipe already draws those of local files, and the run takes them from ``drawn``.
 

@@ -50,6 +50,7 @@ class Task:
         reference: an expert; or the base model, whose abilities on these prompts are to be kept.
         calibration, template: where the prompts come from, and how a record becomes text.
         evaluation: where the records for ``evaluate`` come from, if not from ``calibration``.
+        samples: how many prompts to use; 0 for a method without prompts.
         weight: how much the base model's prompts count, κ; 1 for an expert.
     """
 
@@ -57,6 +58,7 @@ class Task:
     calibration: str = ""
     template: str = ""
     evaluation: str = ""
+    samples: int = 0
     weight: float = 1.0
 
     def __str__(self) -> str:
@@ -166,7 +168,7 @@ class Recipe:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
         self.require_sound()
         given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        shared = {key: value for key, value in (self.config.parameters or {}).items() if key == "template"}
+        shared = {key: value for key, value in (self.config.parameters or {}).items() if key in SOURCES}
         keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
         return keep if keep and keep.weight else None
 

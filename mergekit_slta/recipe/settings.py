@@ -42,6 +42,9 @@ class CalibratedExpert(Parameters):
         default="",
         description="prompts for `evaluate`, written like `calibration`; by default those that the merge did not use",
     )
+    samples: Annotated[int, Field(ge=1)] = Field(
+        default=30, description="how many prompts to use; under the recipe's own `parameters`, how many of each task"
+    )
 
 
 class KeptBase(CalibratedExpert):
@@ -78,7 +81,6 @@ class CalibrationSettings(MethodSettings):
 
     runs_models: ClassVar[bool] = True
     expert: ClassVar[type[Parameters]] = CalibratedExpert
-    samples: Annotated[int, Field(ge=1)] = Field(default=30, description="prompts per task")
     max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
     seed: int = Field(default=0, description="seed of the random choice of prompts")
     report: str = Field(default="", description="a folder for an HTML report of the merge")

@@ -6,7 +6,7 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import enumerated, plain_number, possessive
+from mergekit_slta.words import counted, enumerated, plain_number, possessive
 
 ERRORS_MEANING = (
     "At 0 a layer's output is that of the task's own model, at 1 the distance is as large as that output "
@@ -24,25 +24,25 @@ ERRORS_MEANING = (
 
 
 def drift_page(
-    errors: torch.Tensor, ridges: Sequence[Sequence[float]], models: Sequence[str], settings: FeatcalSettings
+    errors: torch.Tensor, ridges: Sequence[Sequence[float]], samples: Mapping[str, int], settings: FeatcalSettings
 ) -> Page:
     """The report on a feature merge.
 
     Args:
         errors: the merged model's relative errors [L, T].
         ridges: for each layer, those that its matrices were solved with.
-        models: the names of the tasks' own models.
+        samples: how many prompts of each task, by the names of the tasks' own models.
         settings: the settings of the merge.
     """
-    names = short_names(models)
+    names = short_names([*samples])
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen by left-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
         title=f"How close a merge of {enumerated(names)} comes to each",
         verdict=[_verdict(errors, names), ERRORS_MEANING],
         facts={
-            "Tasks of": ", ".join(models),
-            "Prompts": f"{settings.samples} of each task, seed {settings.seed}, at most {settings.max_tokens} tokens",
+            "Tasks of": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in samples.items()),
+            "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
             "Solved with": f"{ridge}, towards the merge of actmat and half as far again",
         },
         charts=[_chart(errors, ridges, names)],

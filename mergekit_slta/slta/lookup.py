@@ -23,7 +23,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import RecipeOrFile, published_name, published_names, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.statistics import Solution, Statistics
@@ -236,7 +236,7 @@ def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
         models=tuple(names[1:]),
         calibration=tuple(calibration[: len(recipe.experts)]),
         keep=calibration[-1] if recipe.keep else None,
-        samples=experiment.settings.samples,
+        samples=most_samples(recipe),
         max_tokens=experiment.settings.max_tokens,
         seed=experiment.settings.seed,
         inputs="base",
@@ -246,6 +246,11 @@ def _info(experiment: Experiment, data: Sequence[CalibrationData]) -> Info:
         versions=versions(),
         fingerprint=fingerprint(experiment, data),
     )
+
+
+def most_samples(recipe: Recipe) -> int:
+    """The most prompts of an expert's task, as the file tells them; the hashes of the tokens tell the rest."""
+    return max(expert.samples for expert in recipe.experts)
 
 
 def partial_folder(path: Path) -> Path:
@@ -300,11 +305,12 @@ def match(
             "file, or leave the base model out of 'models'."
         )
     if all(task.calibration for task in recipe.tasks):
+        drawn_by = {"samples": most_samples(recipe), "max_tokens": experiment.settings.max_tokens}
         settings = [
-            f"The recipe has {name} {getattr(recipe.settings, name)}, but {path} was measured with "
-            f"{getattr(info, name)}: set this value, or measure into another file."
-            for name in ("samples", "max_tokens", "seed")
-            if getattr(recipe.settings, name) != getattr(info, name)
+            f"The recipe has {name} {value}, but {path} was measured with {getattr(info, name)}: set this value, or "
+            "measure into another file."
+            for name, value in (drawn_by | {"seed": experiment.settings.seed}).items()
+            if value != getattr(info, name)
         ]
         # Other settings draw other samples, so the data can be compared only if the settings are equal.
         known = [None if index is None else info.calibration[index] for index in order]
@@ -359,7 +365,7 @@ def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fing
         base=base,
         experts=tuple(experts),
         tokens=tokens_fingerprint([samples.sha256 for samples in data]),
-        settings=settings_fingerprint(settings.samples, settings.max_tokens, settings.seed),
+        settings=settings_fingerprint(most_samples(experiment.recipe), settings.max_tokens, settings.seed),
     )
 
 

@@ -56,7 +56,7 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family, caplog: pytest
     planned = plan_linearity(experiment, ["layer"], samples=2, pairs=False)
     assert [list(map(list, samples)) for samples in planned.tasks] == [task[:2] for task in llama.token_ids()]
     assert planned.names == [folder.name for folder in llama.experts]
-    assert experiment.settings.samples == 30
+    assert {expert.samples for expert in experiment.recipe.experts} == {30}
     with caplog.at_level("INFO", "mergekit_slta.nonlinearity.studies"):
         found = linearity(experiment, ["layer"], samples=2, pairs=False)
     assert_same(found, planned.measure(), 0)

@@ -45,7 +45,7 @@ CHAT = "{% for turn in messages %}{{ turn['content'] }}.{% endfor %}"
 def test_an_adapters_own_chat_template_and_tokenizer_are_used(llama: Family, tmp_path: Path) -> None:
     families.write_tokenizer(tmp_path, CHAT)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
-    expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"))
+    expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"), samples=1)
     base = AutoTokenizer.from_pretrained(llama.base)
     (row,) = experiment_of(llama.base).samples(expert).token_ids
     assert row == tuple(base("abc.", add_special_tokens=False)["input_ids"])

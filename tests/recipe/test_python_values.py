@@ -30,7 +30,8 @@ def test_scalars_are_numbers(values: dict[str, Any]) -> None:
     models = [{"model": Path("org/math"), "parameters": {"calibration": Path("math.jsonl")}}]
     content = {"merge_method": "slta", "base_model": "org/base", "models": models, "parameters": values}
     made = Recipe(content | {"dtype": torch.float32, "out_dtype": torch.bfloat16})
-    assert made.settings == SltaSettings(samples=4, ridge=0.5, balance=False)
+    assert made.settings == SltaSettings(ridge=0.5, balance=False)
+    assert [task.samples for task in made.tasks] == [4]
     assert (made.config.dtype, made.config.out_dtype) == ("float32", "bfloat16")
 
 

@@ -51,16 +51,18 @@ def test_of_a_recipe_with_wrong_parameters_nothing_can_be_used() -> None:
 def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
     models = [
         {"model": "org/math", "parameters": {"calibration": Path("math.jsonl")}},
-        {"model": "org/code", "parameters": {"calibration": "code.jsonl", "template": "{q}"}},
+        {"model": "org/code", "parameters": {"calibration": "code.jsonl", "template": "{q}", "samples": 9}},
+        {"model": "org/base", "parameters": {"calibration": "chat.jsonl"}},
     ]
     content = {"merge_method": "slta", "base_model": "org/base", "models": models, "out_dtype": "bfloat16"}
     made = Recipe(content | {"parameters": {"level": "layer", "samples": "4", "template": "{a}"}, "dtype": "float32"})
     (tmp_path / "recipe.yml").write_text(made.text)
     for found in (made, Recipe.load(tmp_path / "recipe.yml")):
-        assert found.settings == SltaSettings(level="layer", samples=4)
-        assert [(str(e), e.calibration, e.template) for e in found.experts] == [
-            ("org/math", "math.jsonl", "{a}"),
-            ("org/code", "code.jsonl", "{q}"),
+        assert found.settings == SltaSettings(level="layer")
+        assert [(str(task), task.calibration, task.template, task.samples) for task in found.tasks] == [
+            ("org/math", "math.jsonl", "{a}", 4),
+            ("org/code", "code.jsonl", "{q}", 9),
+            ("org/base", "chat.jsonl", "{a}", 4),
         ]
         assert str(found.base) == "org/base"
         assert (found.config.dtype, found.config.out_dtype) == ("float32", "bfloat16")

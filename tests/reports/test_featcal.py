@@ -14,7 +14,7 @@ RIDGES = {(0.1, 0.003, 3.0): "0.003 to 3", (0.03, 0.03): "0.03", (1.0,): "1", ()
 
 
 def page() -> Page:
-    return drift_page(ERRORS, list(RIDGES), MODELS, FeatcalSettings(samples=7))
+    return drift_page(ERRORS, list(RIDGES), dict.fromkeys(MODELS, 7), FeatcalSettings())
 
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:

@@ -200,6 +200,10 @@ MISMATCHES: dict[str, tuple[Change, list[str]]] = {
     "expert": (change_expert, [r"expert .*other is not one of the models"]),
     "data": (change_records, [r"other\.jsonl' of .*expert2 gives other tokens than 'task2\.jsonl'"]),
     "samples": (lambda content, *_: content["parameters"].update(samples=4), [r"samples 4, but .* 5"]),
+    "samples of one task": (
+        lambda content, *_: content["models"][1]["parameters"].update(samples=4),
+        [r"of .*expert1 gives other tokens than 'task1\.jsonl'"],
+    ),
     "level": (
         lambda content, *_: content["parameters"].update(level="layer"),
         [r"lacks the level layer \(it holds attn_mlp\): .*calibrate RECIPE -o FILE --level attn_mlp"],
