@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     # The merging weights of all experts, and how sure they are.
     solution = statistics.solve("attn_mlp")
     print(solution)
-    print(solution.table(solution.bootstrap(200)))
+    print(solution.bootstrap(200).table())
     (out / "solution.json").write_text(solution.to_json())
 
     # Another merge from the same measurement: two of the experts, the first of them counting twice.

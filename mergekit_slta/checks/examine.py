@@ -34,14 +34,13 @@ from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.lookup import match
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
-from mergekit_slta.tables import Paragraphs
 from mergekit_slta.words import counted, listed
 
 HALF = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, repr=False)
-class Findings(Paragraphs):
+class Findings:
     """The findings of the checks, one sentence each.
 
     Attributes:
@@ -56,18 +55,12 @@ class Findings(Paragraphs):
     verdict: str = ""
     needs: space.Needs | None = None
 
-    def columns(self) -> dict[str, list[str]]:
-        """The columns of ``to_frame``: a row for each sentence, a problem, the verdict, a note or a need."""
-        rows = [("problem", problem) for problem in self.problems]
-        rows += [("verdict", self.verdict)] if self.verdict else []
-        rows += [("note", note) for note in self.notes]
-        rows += [("need", need) for need in str(self.needs or "").splitlines()]
-        return {"kind": [kind for kind, _ in rows], "sentence": [sentence for _, sentence in rows]}
-
     def __str__(self) -> str:
         first = f"{counted(len(self.problems), 'problem')} found." if self.problems else self.verdict
         problems, notes = (f"- {problem}" for problem in self.problems), (f"Note: {note}" for note in self.notes)
         return "\n".join([first, *problems, *notes, *([str(self.needs)] if self.needs else [])])
+
+    __repr__ = __str__
 
 
 def check(

@@ -222,8 +222,8 @@ def solve(
     weights = {name: number(name, value) for name, value in entries.items()}
     given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
     solution = chosen.solve(level, task_weights=weights, **given)
-    errors = solution.bootstrap(bootstrap) if bootstrap else None
-    _show(None if quiet else solution.text(errors), lambda: solution.to_json(errors), json_file)
+    solution = solution.bootstrap(bootstrap) if bootstrap else solution
+    _show(None if quiet else str(solution), solution.to_json, json_file)
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
     if recipe_file:

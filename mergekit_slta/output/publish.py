@@ -27,7 +27,7 @@ from mergekit_slta.output.companions import PROCESSOR, code_of
 from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.tables import Paragraphs, as_size
+from mergekit_slta.tables import as_size
 from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
@@ -44,7 +44,7 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(frozen=True, repr=False)
-class Publication(Paragraphs):
+class Publication:
     """What is published of a merged model; printed, it is a list.
 
     Attributes:
@@ -63,10 +63,6 @@ class Publication(Paragraphs):
     private: bool = False
     address: str | None = None
 
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of ``to_frame``: a row for each file, with its size in bytes."""
-        return {"file": [name for name, _ in self.files], "bytes": [size for _, size in self.files]}
-
     def __str__(self) -> str:
         size = as_size(sum(size for _, size in self.files))
         done = f"Published as {self.address}" if self.address else f"Would be uploaded to {self.repository}"
@@ -76,6 +72,8 @@ class Publication(Paragraphs):
         seen = "private" if self.private else "private or public, by the organization's setting"
         lines += [] if self.address else [f"Visibility: {seen}; an existing repository keeps its own."]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
 
 
 def publish(

@@ -27,12 +27,11 @@ from mergekit_slta.output.companions import PROCESSOR
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
-from mergekit_slta.tables import Paragraphs
 from mergekit_slta.words import listed
 
 
 @dataclass(frozen=True, repr=False)
-class Verification(Paragraphs):
+class Verification:
     """What a second look at a merged model found; printed, it is sentences.
 
     Attributes:
@@ -45,12 +44,6 @@ class Verification(Paragraphs):
     tensors: int
     notes: tuple[str, ...] = ()
 
-    def columns(self) -> dict[str, list[str]]:
-        """The columns of ``to_frame``: a row for each problem, or the verdict without any, and for each note."""
-        kinds = ["problem"] * len(self.problems) or ["verdict"]
-        sentences = [*(self.problems or str(self).splitlines()[:1]), *self.notes]
-        return {"kind": [*kinds, *["note"] * len(self.notes)], "sentence": sentences}
-
     def __str__(self) -> str:
         if count := len(self.problems):
             heading = f"{count} problem{'s' * (count > 1)} found, {self.tensors} tensors read."
@@ -58,6 +51,8 @@ class Verification(Paragraphs):
             heading = f"Nothing is wrong with the names, shapes, data types and values of {self.tensors} tensors. "
             heading += "transformers loads the folder, which has all tensors of the base model."
         return "\n".join([heading, *(f"- {problem}" for problem in self.problems), *map("Note: {}".format, self.notes)])
+
+    __repr__ = __str__
 
 
 def verify(

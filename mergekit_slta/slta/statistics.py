@@ -28,18 +28,10 @@ from mergekit_slta.slta.statistics_file import (
     tokens_fingerprint,
     write_statistics,
 )
-from mergekit_slta.tables import (
-    Paragraphs,
-    Table,
-    as_frame,
-    as_json,
-    known_names,
-    short_names,
-)
+from mergekit_slta.tables import Paragraphs, Table, as_json, known_names, short_names
 from mergekit_slta.words import as_score, counted, kind_name, plain_number
 
 if TYPE_CHECKING:
-    import pandas
     from matplotlib.figure import Figure
 
 # Above this condition number, that of two experts with a cosine similarity of 0.98, the samples hardly determine the
@@ -295,6 +287,7 @@ class Solution(Paragraphs):
         level: the submodules' level.
         submodules: the solution of each submodule.
         balance, ridge, task_weights, keep_weight: the arguments of ``Statistics.solve``.
+        errors: the standard errors [T] of each submodule's merging weights, where ``bootstrap`` gave them.
     """
 
     statistics: Statistics
@@ -304,6 +297,7 @@ class Solution(Paragraphs):
     ridge: float
     task_weights: tuple[float, ...] | None
     keep_weight: float = 1.0
+    errors: Mapping[str, torch.Tensor] | None = None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -369,16 +363,16 @@ class Solution(Paragraphs):
             "keep_weight": self.keep_weight,
         }
 
-    def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> StandardErrors:
-        """The standard errors [T] of each submodule's merging weights, from draws of the samples with replacement.
+    def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> Solution:
+        """Add the standard errors of the merging weights, from draws of the samples with replacement.
 
         Args:
             repeats: the number of draws, at least 2.
             seed: what the draws depend on.
 
         Returns:
-            Submodule name to [T] float64; NaN where a task has one sample, which can only be drawn again. Printed, it
-            is the table of the weights, with the errors beside them.
+            The same solution with ``errors``: submodule name to [T] float64, NaN where a task has one sample, which
+            can only be drawn again. Its table has them beside the weights.
 
         Raises:
             SltaError: there are fewer than two draws, or an argument is no whole number.
@@ -388,32 +382,18 @@ class Solution(Paragraphs):
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
         grams, task = self.statistics.grams, self.statistics.task
         draws = {name: bootstrap(grams[name], task, count, seed=start, **self.settings) for name in self.submodules}
-        return StandardErrors(self, {name: drawn.std(0) for name, drawn in draws.items()})
+        return replace(self, errors={name: drawn.std(0) for name, drawn in draws.items()})
 
-    def columns(self, errors: Mapping[str, torch.Tensor] | None = None) -> dict[str, list[Any]]:
+    def columns(self) -> dict[str, list[Any]]:
         """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
         names = short_names(self.models)
-        by_expert = {"alpha": self.alpha, **({"error": errors} if errors is not None else {}), "keeps": self.retained}
+        by_expert = {"alpha": self.alpha} | ({"error": self.errors} if self.errors else {}) | {"keeps": self.retained}
         columns: dict[str, list[Any]] = {"submodule": list(self.submodules)}
         for quantity, values in by_expert.items():
             numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
             columns |= {f"{quantity} {name}": column for name, column in zip(names, numbers, strict=True)}
         columns |= {"keeps base": list(self.kept_base.values())} if self.keeps_base else {}
         return columns | {"condition": list(self.condition.values())}
-
-    def to_frame(self, errors: Mapping[str, torch.Tensor] | None = None) -> pandas.DataFrame:
-        """The numbers as a table of pandas, a row for each submodule; what is undefined is NaN.
-
-        Args:
-            errors: the standard errors of ``bootstrap``, to stand after the weights.
-
-        Returns:
-            A ``pandas.DataFrame``.
-
-        Raises:
-            SltaError: pandas is not installed.
-        """
-        return as_frame(self.columns(errors))
 
     def plot(self) -> Figure:
         """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers.
@@ -439,8 +419,8 @@ class Solution(Paragraphs):
                 ]
         return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α").figure
 
-    def to_json(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
-        """The solution as JSON, undefined numbers as null, the standard errors of ``bootstrap`` as ``alpha_std``."""
+    def to_json(self) -> str:
+        """The solution as JSON, undefined numbers as null, ``errors`` as ``alpha_std``."""
         content: dict[str, Any] = {
             "level": self.level,
             "models": self.models,
@@ -450,16 +430,13 @@ class Solution(Paragraphs):
         }
         if self.keeps_base:
             content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
-        if errors is not None:
-            content["alpha_std"] = {name: error.tolist() for name, error in errors.items()}
+        if self.errors:
+            content["alpha_std"] = {name: error.tolist() for name, error in self.errors.items()}
         return as_json(content)
 
-    def table(self, errors: Mapping[str, torch.Tensor] | None = None) -> Table:
-        """One row per submodule: merging weights, kept shares, condition number; and one for all, with ``kept``.
-
-        The standard errors of ``bootstrap`` stand beside the weights.
-        """
-        columns = self.columns(errors)
+    def table(self) -> Table:
+        """One row per submodule: merging weights with their errors, kept shares, condition; and one for all."""
+        columns = self.columns()
         for name in short_names(self.models):
             alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
             pairs = zip(alpha, columns.pop(f"error {name}", [math.nan] * len(alpha)), strict=True)
@@ -489,9 +466,9 @@ class Solution(Paragraphs):
             )
         return notes
 
-    def parts(self, errors: Mapping[str, torch.Tensor] | None = None) -> Iterator[str | Table]:
+    def parts(self) -> Iterator[str | Table]:
         """The table, how to read it, which layers are measured at a coarser level, and the notes."""
-        yield self.table(errors)
+        yield self.table()
         pairs = zip(short_names(self.models), self.models, strict=True)
         legend = [f"{short} is {name}" for short, name in pairs if short != name]
         legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
@@ -500,14 +477,10 @@ class Solution(Paragraphs):
                 f"keeps base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"
             ]
         legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the prompts hardly determine the weights"]
-        legend += ["±: the standard error over bootstrap draws"] if errors is not None else []
+        legend += ["±: the standard error over bootstrap draws"] if self.errors else []
         yield "; ".join(legend) + "."
         yield from (str(fallback) for fallback in self.statistics.info.fallbacks if fallback.level == self.level)
         yield from self.notes()
-
-    def text(self, errors: Mapping[str, torch.Tensor] | None = None) -> str:
-        """What is printed, with the standard errors of ``bootstrap``."""
-        return "\n\n".join(map(str, self.parts(errors)))
 
     def save_recipe(
         self,
@@ -575,19 +548,3 @@ class Solution(Paragraphs):
                 f"sha256 {info.keep.sha256}."
             )
         return lines
-
-
-class StandardErrors(Paragraphs, dict[str, torch.Tensor]):
-    """The standard errors of a solution's merging weights: submodule name to [T] float64."""
-
-    def __init__(self, solution: Solution, errors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(errors)
-        self.solution = solution
-
-    def parts(self) -> Iterator[str | Table]:
-        """The solution's table, with the errors beside the weights."""
-        return self.solution.parts(self)
-
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of ``to_frame``: those of the solution, with the errors after the weights."""
-        return self.solution.columns(self)

@@ -22,13 +22,6 @@ from mergekit_slta.host import patches
 from mergekit_slta.recipe.recipe import Recipe
 
 
-def test_the_frame_of_a_sound_recipe_holds_the_sentences_that_are_printed(family: Family) -> None:
-    found = check(families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2))
-    frame = found.to_frame()
-    assert frame["sentence"].tolist() == str(found).replace("Note: ", "").splitlines()
-    assert frame["kind"].tolist() == ["verdict", *["note"] * len(found.notes), *["need"] * 3]
-
-
 def test_first_the_text_then_everything_else(family: Family, tmp_path: Path) -> None:
     recipe = families.recipe(family)
     recipe["models"][0]["parameters"]["calibration"] = str(tmp_path / "none.jsonl")

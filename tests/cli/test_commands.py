@@ -227,7 +227,7 @@ def test_solve_takes_the_names_of_its_table(stats: Path, tmp_path: Path) -> None
 def test_bootstrap_adds_standard_errors(stats: Path) -> None:
     solved = Statistics.load(stats).solve(ridge=0.1)
     content = solution(stats, "--bootstrap", "20", "--ridge", "0.1")
-    assert content == json.loads(solved.to_json(solved.bootstrap(20))) and "alpha_std" in content
+    assert content == json.loads(solved.bootstrap(20).to_json()) and "alpha_std" in content
     assert "±" in run("solve", stats, "--bootstrap", "20").stdout
 
 

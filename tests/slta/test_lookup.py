@@ -345,6 +345,6 @@ def test_a_coarser_level_is_written_down_with_the_reason_and_kept(
     caplog.clear()
     measured(recipe(family, experts=[1], calibration=False), path, "head_mlp")
     assert caplog.messages == [sentence]
-    assert [sentence in found.solve(level).text() for level in found.info.levels] == [False, True, False]
+    assert [sentence in str(found.solve(level)) for level in found.info.levels] == [False, True, False]
     assert report_page(found.solve("head_mlp")).facts["Coarser levels"] == sentence
     assert "Coarser levels" not in report_page(found).facts
