@@ -96,7 +96,10 @@ class SltaSettings(CalibrationSettings):
         default="attn_mlp",
         description="the parts with weights of their own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
     )
-    balance: bool = Field(default=True, description="every prompt counts the same, long or short")
+    balance: bool = Field(
+        default=True,
+        description="every prompt counts the same; `false`: a prompt counts more if the experts change more on it",
+    )
     ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
     statistics: str = Field(
         default="",

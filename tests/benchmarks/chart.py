@@ -63,7 +63,7 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
     ]
     ax.bar_label(drawn, said, padding=5, fontsize=9)
     _frame(ax, group)
-    ax.set_xlabel("right answers, average of three tasks")
+    ax.set_xlabel("right answers, mean of three tasks")
 
 
 def _kept(ax: Axes, group: dict[str, Any]) -> None:
