@@ -98,7 +98,7 @@ class SltaSettings(CalibrationSettings):
     )
     balance: bool = Field(
         default=True,
-        description="every prompt counts the same; `false`: a prompt counts more if the experts change more on it",
+        description="every prompt counts the same; `false`: long prompts and large changes count more",
     )
     ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
     statistics: str = Field(
