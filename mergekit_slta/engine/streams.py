@@ -16,10 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.layers.calls import embed, embedding_tensors
+from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
 from mergekit_slta.layers.decoder import Decoder, LayerCall, State
 from mergekit_slta.layers.maps import Weights, routed_tensors
-from mergekit_slta.layers.trace import made_up_edges
 
 CPU_BATCH_TOKENS = 2048
 # Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.

@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch
 
-from mergekit_slta.actmat.covariance import merged_task
+from mergekit_slta.actmat.covariance import PRECISION, covariance, merge_by_covariance, merged_task
 from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import Weights
+from mergekit_slta.layers.maps import LinearMap, Weights
 from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack
 from mergekit_slta.models.roles import Role, tensor_roles
+from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
+
+RIDGE = ActmatSettings().ridge
 
 
 class ActmatAnchor(Blend):
@@ -24,12 +27,15 @@ class ActmatAnchor(Blend):
         models: the base model, then the ``T`` experts.
         decoder: their common decoder; the linear maps of its layers are solved.
         keep_weight: how much the base model's task counts; it is then an expert whose task vector is zero.
+
+    Attributes:
+        counts: how much each task counts: 1 for an expert's, and last kappa for the base model's if it has one.
     """
 
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
         share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
         super().__init__(models, share)
-        self._keep_weight = keep_weight
+        self.counts = [1.0] * (len(models) - 1) + [keep_weight] * bool(keep_weight)
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
@@ -57,6 +63,38 @@ class ActmatAnchor(Blend):
         maps = {key: name for key, name in names.items() if name in self._maps}
         return {key for key, name in maps.items() if len(self._layout.pieces_of(name)) == 1}
 
+    def of_group(
+        self, maps: Sequence[LinearMap], base: Weights, owners: Sequence[Weights], later: Collection[str]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+        """The tensors of maps with one input that ``of`` has left for later, and the maps' prior.
+
+        Args:
+            maps: the maps.
+            base, owners: the tensors of the base model, and of each task's own model.
+            later: the keys that ``of`` was given.
+
+        Returns:
+            The tensors by their keys, and P [in, in]: the system of ``actmat`` with a unit mean diagonal, or None where
+            no expert has changed a map.
+        """
+        solved = {}
+        first = maps[0].matrix(base)
+        total = torch.zeros(first.shape[1], first.shape[1], dtype=PRECISION, device=first.device)
+        for linear_map in maps:
+            matrix = linear_map.matrix(base)
+            tasks = [linear_map.matrix(owner) - matrix for owner in owners]
+            if linear_map.weight in later:
+                merged = merge_by_covariance(tasks, RIDGE, self.counts)
+                solved[linear_map.weight] = linear_map.stored(matrix + merged.change.to(matrix.dtype))
+                total += merged.covariance
+            else:
+                for task in tasks:
+                    total += covariance(task)
+        if not total.any():
+            return solved, None
+        system = with_ridge(total, RIDGE)
+        return solved, system.div_(system.diagonal().mean())
+
     def _merged(self, name: str, models: Sequence[torch.Tensor]) -> torch.Tensor:
         """A map's tensor, or the experts' of a mixture one by one, because a GPU may not hold them all."""
         base = models[0]
@@ -83,10 +121,8 @@ class ActmatAnchor(Blend):
 
     def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
         base, *experts = models
-        kept = [base] * bool(self._keep_weight)
-        tasks = [tensor - base for tensor in (*experts, *kept)]
-        counts = [1.0] * len(experts) + [self._keep_weight] * len(kept)
-        return base + merged_task(role, tasks, ActmatSettings().ridge, counts).to(base.dtype)
+        tasks = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
+        return base + merged_task(role, tasks, RIDGE, self.counts).to(base.dtype)
 
 
 def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:

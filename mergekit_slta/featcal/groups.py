@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from mergekit_slta.layers.decoder import INPUT, Decoder, LayerCall, LayerRun, hidden_of
+from mergekit_slta.layers.calls import made_up_layer, random_numbers
+from mergekit_slta.layers.decoder import INPUT, Decoder, LayerCall, LayerRun, all_before, hidden_of, ratio
 from mergekit_slta.layers.maps import LinearMap, Weights, is_fused, is_numbered, linear_maps, takes_some_tokens
-from mergekit_slta.layers.trace import all_before, made_up_layer, random_numbers, ratio
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that is given some of the tokens only"
@@ -201,11 +201,12 @@ def find_writers(
         children: the layer's children whose outputs are known when a later module is solved.
     """
     _, hidden, call = made_up
-    structure, before_child = decoder.structures[layer], all_before(decoder.structures[layer].reads)
-    others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
-    runs = (run, decoder.run(layer, others, hidden, call, keep=modules))
+    structure = decoder.structures[layer]
     if hidden.ndim != 3 or structure.summands is None:
         return {}
+    others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
+    runs = (run, decoder.run(layer, others, hidden, call, keep=modules))
+    before_child = all_before(structure.reads)
     sources = [INPUT, *(child for child in structure.reads if child in structure.summands)]  # in the order of the calls
 
     def factor(child: str, module: str) -> float:

@@ -7,7 +7,7 @@ samples' token ids, and the end, which gives mergekit each tensor from the folde
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
 
-1. the merged layer starts as the anchor's;
+1. the merged layer starts as the anchor's (maps that will be solved become the anchor's with their group);
 2. for each group of maps that read the same input, in the order in which they feed each other: the merged stream runs
    as far as the group, the group is solved, and the layer takes the solution;
 3. the layer's outputs are set on both streams, and its tensors are written.
@@ -46,20 +46,17 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.actmat.covariance import covariance, merge_by_covariance
 from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, LayerMaps, MapGroup, groups_by_layer, kept_in_words
-from mergekit_slta.featcal.regression import PRECISION, RidgeRegression
+from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
 from mergekit_slta.layers.decoder import INPUT, Decoder, hidden_of
-from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden, routed_inputs
-from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack, stack_of
-from mergekit_slta.numerics.symmetric import with_ridge
-from mergekit_slta.recipe.settings import ActmatSettings
+from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden, is_numbered, routed_inputs
+from mergekit_slta.models.checkpoint import ExpertStack, stack_of
 
 LOG = logging.getLogger(__name__)
 MERGED, EXPERT = range(2)  # the streams
@@ -74,7 +71,7 @@ ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**26
 # In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
-ERRORS, RIDGES = "error.merged", "error.ridges"
+LAYER_ERRORS, LAYER_RIDGES = "error.merged", "error.ridges"
 
 Owner = TypeVar("Owner")
 # Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
@@ -85,11 +82,9 @@ Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def feature_merge(
     decoder: Decoder,
     anchor: ActmatAnchor,
-    experts: Sequence[Checkpoint],
     tasks: Tasks,
     partial: Partial,
     *,
-    keep_weight: float = 0.0,
     weights: Sequence[torch.Tensor] | None = None,
     ridge: float | None = None,
     head: LinearMap | None,
@@ -102,10 +97,8 @@ def feature_merge(
         decoder: the models' common decoder.
         anchor: the merge of ``actmat``, whose maps stay where none is solved, and whose system says in which directions
             of the input a map stays nearer to W_n.
-        experts: the ``T`` experts.
         tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
         partial: where the layers are written; what is finished there is not computed again.
-        keep_weight: how much the base model's task counts, kappa; 0 if it has none.
         weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
         ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
         head: the output head, by the model's names; None if it stays the anchor's.
@@ -116,10 +109,8 @@ def feature_merge(
         SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
     """
     ranks = ranks or Ranks()
-    models = [anchor.models[0], *experts]
     weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
-    counts = [1.0] * len(experts) + [keep_weight] * bool(keep_weight)
-    merge = _FeatureMerge(decoder, models, tasks, ranks, anchor, counts, weights, ridge, head, partial.folder)
+    merge = _FeatureMerge(decoder, anchor.models, tasks, ranks, anchor, weights, ridge, head, partial.folder)
     tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
     if ranks.first:
         partial.finish(tensors)
@@ -142,13 +133,11 @@ class _FeatureMerge(LayerMethod[Tensors]):
     """Merges one layer after the other, then the output head; see ``feature_merge``.
 
     Attributes:
-        counts: how much each task counts: 1 for an expert's, kappa for the base model's.
         folder: where the matrices of a mixture's experts are while they are solved.
     """
 
     anchor: ActmatAnchor
-    counts: Sequence[float]
-    weights: Sequence[torch.Tensor]
+    token_weights: Sequence[torch.Tensor]
     ridge: float | None
     head: LinearMap | None
     folder: Path
@@ -158,7 +147,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
         for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
-            numbered = any(part.isdigit() for name in kept for part in name.split("."))  # most of a mixture's weights
+            numbered = any(map(is_numbered, kept))  # most of a mixture's weights
             loud = numbered or SHARED in kept.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
 
@@ -179,7 +168,11 @@ class _FeatureMerge(LayerMethod[Tensors]):
             solver.solve(group, report)
         names = self.decoder.layer_tensors(layer)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items()}
-        return {**merged, ERRORS: self._finish_layer(solver), RIDGES: torch.tensor(solver.ridges, dtype=torch.float64)}
+        return {
+            **merged,
+            LAYER_ERRORS: self._finish_layer(solver),
+            LAYER_RIDGES: torch.tensor(solver.ridges, dtype=torch.float64),
+        }
 
     def _finish_layer(self, solver: _LayerMerge) -> torch.Tensor:
         """Set what the layer makes of both streams; returns the mean relative error by task [T]."""
@@ -207,7 +200,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
         ``expected`` is how many they are; ``prior`` is that of ``RidgeRegression``.
         """
         regression = RidgeRegression(near, ridge, prior=prior, tokens=expected, ranks=self.ranks)
-        for task, count in zip(tasks, self.counts, strict=True):
+        for task, count in zip(tasks, self.anchor.counts, strict=True):
             for tokens in task:
                 regression.add(*tokens)
             regression.finish_task(count)
@@ -272,7 +265,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
                 batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
                 for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
             )
-            yield given, owner_given @ matrix.T, batch.samples, batch.join(self.weights)
+            yield given, owner_given @ matrix.T, batch.samples, batch.join(self.token_weights)
             report(len(batch.rows))
 
 
@@ -344,13 +337,14 @@ class _LayerMerge:
                 if (drift := passage.drift(linear_map.module)) is not None:
                     output = output + DRIFT * batch.unpadded(drift)
                 outputs.append(output if offset is None else output - offset)
-            yield inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.merge.weights)
+            yield inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.merge.token_weights)
             report(len(batch.rows))
 
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
         names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
-        prior = _prior(self._put_anchor(maps))  # first: the tokens run through these maps
+        solved, prior = self.merge.anchor.of_group(maps, self.base, self.owners, self._later)
+        self.merged |= solved  # first: the tokens run through these maps
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
         regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
@@ -380,25 +374,6 @@ class _LayerMerge:
             self.merged[name] = tensor
         else:
             self._stacks.get(name, self.merged[name])[expert] = tensor
-
-    def _put_anchor(self, maps: Sequence[LinearMap]) -> torch.Tensor:
-        """Put those of the anchor's maps in place that the layer has begun without; return the sum of all covariances.
-
-        The covariances [in, in] are those of ``actmat``, of maps with one input.
-        """
-        size = maps[0].matrix(self.base).shape[1]
-        total = torch.zeros(size, size, dtype=PRECISION, device=self.merge.decoder.device)
-        for linear_map in maps:
-            base = linear_map.matrix(self.base)
-            tasks = [linear_map.matrix(owner) - base for owner in self.owners]
-            if linear_map.weight in self._later:
-                solved = merge_by_covariance(tasks, ActmatSettings().ridge, self.merge.counts)
-                self.merged[linear_map.weight] = linear_map.stored(base + solved.change.to(base.dtype))
-                total += solved.covariance
-            else:
-                for task in tasks:
-                    total += covariance(task)
-        return total
 
     def _solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
@@ -432,7 +407,7 @@ class _LayerMerge:
                 part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
             )
             device = self.merge.decoder.device
-            weights = batch.join(self.merge.weights)[tokens]
+            weights = batch.join(self.merge.token_weights)[tokens]
             yield inputs.to(device), expert_inputs.to(device), batch.samples[tokens], weights
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
@@ -577,14 +552,6 @@ def _at_places_of(merged: RoutedInputs, expert: RoutedInputs) -> torch.Tensor:
     index[expert.places] = torch.arange(len(expert.places), device=expert.places.device)
     at = index[merged.places]
     return torch.where((at >= 0)[:, None], expert.values[at], merged.values)
-
-
-def _prior(covariances: torch.Tensor) -> torch.Tensor | None:
-    """The system [in, in] of ``actmat`` with a unit mean diagonal; None where no expert has changed a map."""
-    if not covariances.any():
-        return None
-    system = with_ridge(covariances, ActmatSettings().ridge)
-    return system.div_(system.diagonal().mean())
 
 
 def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,11 @@ from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.merge import ERRORS, RIDGES, feature_merge, layer_shapes, stages
+from mergekit_slta.featcal.merge import LAYER_ERRORS, LAYER_RIDGES, feature_merge, layer_shapes, stages
 from mergekit_slta.files import digest
 from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
-from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
@@ -46,7 +45,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     """
     require_calibration(experiment.recipe)
     require_solvable(experiment)
-    decoder = on_device(experiment.decoder, experiment.device)
+    decoder = experiment.running_decoder
     data = experiment.load_data(experiment.recipe.tasks)
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
@@ -60,16 +59,14 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)
-        models, keep_weight = [experiment.base, *experiment.experts], experiment.recipe.keep_weight
+        models = [experiment.base, *experiment.experts]
         total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
         with progress_bar("Solving", models, total, experiment.quiet) as progress:
             feature_merge(
                 decoder,
-                ActmatAnchor(models, decoder, keep_weight),
-                experiment.experts,
+                ActmatAnchor(models, decoder, experiment.recipe.keep_weight),
                 tasks,
                 partial,
-                keep_weight=keep_weight,
                 weights=weights,
                 ridge=None if settings.ridge == "auto" else settings.ridge,
                 head=head,
@@ -172,6 +169,6 @@ class SolvedModel:
         errors, ridges = [], []
         for layer in range(len(self.decoder)):
             with safe_open(self._partial.layer_file(layer), "pt") as tensors:
-                errors.append(tensors.get_tensor(ERRORS))
-                ridges.append(tensors.get_tensor(RIDGES).tolist())
+                errors.append(tensors.get_tensor(LAYER_ERRORS))
+                ridges.append(tensors.get_tensor(LAYER_RIDGES).tolist())
         return torch.stack(errors), ridges

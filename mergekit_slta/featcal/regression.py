@@ -153,9 +153,8 @@ class RidgeRegression:
             Sums(*(torch.zeros(shape, dtype=PRECISION, device=device) for shape in shapes)) for _ in range(2)
         )
         # The inputs and targets of tokens, each times the root of its weight, and the half of its sample.
-        none = torch.zeros(0, inputs + outputs, dtype=PRECISION, device=device).split([inputs, outputs], 1)
-        self._rows = [(*none, torch.zeros(0, dtype=torch.int64, device=device))]
-        self._rows_before = 1  # the current task's
+        self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._rows_before = 0  # the current task's
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
         self.tokens = 0
@@ -206,7 +205,9 @@ class RidgeRegression:
     def _norm_of_task(self) -> torch.Tensor:
         """|sum_x w_x x x^T|_F of the current task, without the dimensions that would decide it alone."""
         if self._few:
-            inputs = torch.cat([rows for rows, *_ in (self._rows[0], *self._rows[self._rows_before :])])
+            if len(self._rows) == self._rows_before:
+                return self._task.mass
+            inputs = torch.cat([rows for rows, *_ in self._rows[self._rows_before :]])
             # Tokens by tokens or dimensions by dimensions, the norm is the same.
             return gram(inputs[:, not_decisive(inputs.square().sum(0))].T).norm()
         moments = mirror(self._task.moments.sum(0))
@@ -229,7 +230,7 @@ class RidgeRegression:
         if ridge is None:
             ridge = lowest_ridge(equations.error_left_out) if self._halved else UNKNOWN_RIDGE
         ridge = max(ridge, SMALLEST_RIDGE)
-        mass = masses.sum().clamp_min(torch.finfo(PRECISION).tiny)
+        mass = total.mass.clamp_min(torch.finfo(PRECISION).tiny)
         left = total.targets - self._near @ total.inputs
         if (matrix := equations.change(ridge)) is not None:
             return Change(matrix, (left - matrix @ total.inputs) / mass, masses / mass, ridge)

@@ -3,14 +3,14 @@
 A layer can run alone once the arguments of the model's call are known. ``stand_ins`` replaces every layer by a function
 while the model runs: ``embed`` so turns token ids into the first layer's input and each layer's call, and ``logits``
 and ``head_input`` continue from the last layer's output. What a stand-in must return, ``LayerForm.returned``, is known
-since the model was traced.
+since the model was traced. A layer can also run on made-up weights and a made-up call, for the trace.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder, LayerCall, Reached
 from mergekit_slta.layers.maps import LinearMap, Weights
+
+# The number of different values in a made-up tensor; it has no small divisors.
+RANDOM_NUMBERS = 1_000_003
+# Made-up tensors up to this many elements do not overlap in memory.
+SMALL = 2**16
 
 # Stand-ins
 
@@ -221,3 +226,58 @@ def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
             {embedding_tensor(decoder): unknown, **edges},
             kwargs={"input_ids": token_ids, "use_cache": False},
         )
+
+
+# Made-up weights and calls
+
+
+def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
+    """Random numbers in place of a model's tensors.
+
+    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
+    product copies more than one matrix.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
+        strides = list(torch.empty(tensor.shape, device="meta").stride())
+        if tensor.numel() > SMALL:
+            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
+            strides[:overlapping] = [16] * overlapping
+        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
+        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
+        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
+        values = values.repeat(-(-size // len(values))).to(device)
+        return values.as_strided(tensor.shape, strides)
+
+    return {name: numbers(tensor) for name, tensor in state.items()}
+
+
+def made_up_edges(decoder: Decoder) -> Weights:
+    """Random numbers in place of the tensors outside the layers."""
+    state = decoder.model.state_dict()
+    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
+
+
+def some_tokens(decoder: Decoder) -> list[int]:
+    """Three tokens, none of them the padding, by which some models count positions."""
+    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
+    return [token for token in range(4) if token != padding][:3]
+
+
+def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+    """Made-up weights of a layer, and its input and call for two samples that differ in the first of two tokens.
+
+    Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
+    """
+    first, other, last = some_tokens(decoder)
+    edges = made_up_edges(decoder)
+    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
+    state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
+    state |= {
+        path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()
+    }
+    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].with_state(state)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -443,3 +444,27 @@ class Decoder:
         if level == "head_mlp" and split.mixers and isinstance(split.heads, str):
             return "attn_mlp", split.heads
         return None
+
+
+# What runs of a layer show
+
+
+def all_before(reads: Mapping[str, Nodes]) -> dict[str, set[str]]:
+    """By child, in the order of the calls: the child, and all that its arguments were made from."""
+    before: dict[str, set[str]] = {}
+    for node, read in reads.items():
+        before[node] = {node}.union(*(before.get(source, {source}) for source in read))
+    return before
+
+
+def ratio(product: torch.Tensor, output: object) -> float:
+    """The number that an output is multiplied by in a product; nan if it is not one number other than zero."""
+    if not isinstance(output, torch.Tensor) or output.numel() != product.numel():
+        return math.nan
+    output = output.reshape(product.shape)
+    factor = (product * output).sum() / output.square().sum()
+    return float(factor) if factor and close(factor * output, product) else math.nan
+
+
+def close(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(two.abs().max()))

@@ -25,7 +25,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.calls import capture_calls, embed, head_input, tail_tensors
+from mergekit_slta.layers.calls import (
+    capture_calls,
+    embed,
+    head_input,
+    made_up_edges,
+    made_up_layer,
+    random_numbers,
+    some_tokens,
+    tail_tensors,
+)
 from mergekit_slta.layers.decoder import (
     INPUT,
     Decoder,
@@ -34,9 +43,12 @@ from mergekit_slta.layers.decoder import (
     LayerRun,
     LayerStructure,
     Nodes,
+    all_before,
+    close,
     fresh,
     handed_on,
     hidden_of,
+    ratio,
     watch,
 )
 from mergekit_slta.layers.maps import Heads, Weights, linear_maps, takes_some_tokens
@@ -48,10 +60,6 @@ WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 OUTPUT = "<output>"
 # Of the largest number: by how much a token's features differ where a module has seen another token.
 MIXING_TOLERANCE = 1e-4
-# The number of different values in a made-up tensor; it has no small divisors.
-RANDOM_NUMBERS = 1_000_003
-# Made-up tensors up to this many elements do not overlap in memory.
-SMALL = 2**16
 # How much rounding may change a token's hidden state, relative to the largest value.
 CAUSAL_TOLERANCE = 1e-3
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
@@ -186,7 +194,7 @@ def _attending_causally(decoder: Decoder) -> Decoder:
 
 def _try_layers(decoder: Decoder) -> LayerForm:
     """Run the first layer of each type with made-up weights; two samples differ in the second of two tokens alone."""
-    first, second, other = _some_tokens(decoder)
+    first, second, other = some_tokens(decoder)
     # Three samples of two tokens: the dimensions have different sizes.
     token_ids = torch.tensor([[first, second], [first, other], [second, other]])
     types = _types(decoder)
@@ -255,61 +263,6 @@ def _tail_problem(decoder: Decoder) -> str | None:
         f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
         f"decoder layer alone ({why}). Use 'level: layer'."
     )
-
-
-# Made-up weights
-
-
-def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed: int = 0) -> dict[Any, torch.Tensor]:
-    """Random numbers in place of a model's tensors.
-
-    The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
-    product copies more than one matrix.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        columns = tensor.shape[-1] if tensor.ndim > 1 else 1
-        strides = list(torch.empty(tensor.shape, device="meta").stride())
-        if tensor.numel() > SMALL:
-            overlapping = tensor.ndim - (2 if tensor.ndim > 2 else 1)
-            strides[:overlapping] = [16] * overlapping
-        size = 1 + sum(stride * (length - 1) for stride, length in zip(strides, tensor.shape, strict=True))
-        values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
-        values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
-        values = values.repeat(-(-size // len(values))).to(device)
-        return values.as_strided(tensor.shape, strides)
-
-    return {name: numbers(tensor) for name, tensor in state.items()}
-
-
-def made_up_edges(decoder: Decoder) -> Weights:
-    """Random numbers in place of the tensors outside the layers."""
-    state = decoder.model.state_dict()
-    return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
-
-
-def _some_tokens(decoder: Decoder) -> list[int]:
-    """Three tokens, none of them the padding, by which some models count positions."""
-    padding = getattr(decoder.model.config.get_text_config(), "pad_token_id", None)
-    return [token for token in range(4) if token != padding][:3]
-
-
-def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
-    """Made-up weights of a layer, and its input and call for two samples that differ in the first of two tokens.
-
-    Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
-    """
-    first, other, last = _some_tokens(decoder)
-    edges = made_up_edges(decoder)
-    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
-    state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
-    state |= {
-        path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()
-    }
-    return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].with_state(state)
 
 
 # Branches
@@ -384,7 +337,7 @@ class _Trial:
         for weights, whole in ((self._weights, self.base.output), (self._others, replayed)):
             given = {name: value for name, value in self._given.items() if name in sources}  # in the order of the calls
             terms = {name: self._run(weights, {**zeros, name: value}).output for name, value in given.items()}
-            if not terms or not _close(sum(terms.values()), whole):
+            if not terms or not close(sum(terms.values()), whole):
                 return None
             factors = {name: ratio(term, hidden_of(given[name])) for name, term in terms.items()}
             constants.append({name: factor / factors.get(INPUT, 1.0) for name, factor in factors.items()})
@@ -447,27 +400,6 @@ def _split(trial: _Trial, reads: Mapping[str, Nodes], whole: LayerStructure) -> 
     mlp |= set().union(*(before[node] for node in mlp - after)) - {INPUT}  # what is parallel to the attention
     branches = {"attn": frozenset(attention), "mlp": frozenset(mlp)}
     return replace(whole, branches=branches, mixers=frozenset(first), boundary=boundary)
-
-
-def all_before(reads: Mapping[str, Nodes]) -> dict[str, set[str]]:
-    """By child, in the order of the calls: the child, and all that its arguments were made from."""
-    before: dict[str, set[str]] = {}
-    for node, read in reads.items():
-        before[node] = {node}.union(*(before.get(source, {source}) for source in read))
-    return before
-
-
-def ratio(product: torch.Tensor, output: object) -> float:
-    """The number that an output is multiplied by in a product; nan if it is not one number other than zero."""
-    if not isinstance(output, torch.Tensor) or output.numel() != product.numel():
-        return math.nan
-    output = output.reshape(product.shape)
-    factor = (product * output).sum() / output.square().sum()
-    return float(factor) if factor and _close(factor * output, product) else math.nan
-
-
-def _close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(two.abs().max()))
 
 
 def _equal(one: Any, two: Any) -> bool:

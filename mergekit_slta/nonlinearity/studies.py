@@ -21,7 +21,6 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks, share
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
@@ -234,7 +233,7 @@ def plan_linearity(
     experiment.require_levels(levels)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
-    decoder = on_device(experiment.decoder, experiment.device)
+    decoder = experiment.running_decoder
     return Plan(decoder, models, names, tasks, levels, studies, experiment.ranks)
 
 

@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_da
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import on_device, trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import adapt_loaders, architecture_of
@@ -130,6 +130,11 @@ class Experiment:
             SltaError: the base model cannot be opened or is not a decoder-only language model.
         """
         return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
+
+    @property
+    def running_decoder(self) -> Decoder:
+        """The same decoder, its layers to run on the experiment's device."""
+        return on_device(self.decoder, self.device)
 
     @cached_property
     def layout(self) -> Layout:

@@ -19,7 +19,6 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import digest
-from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -201,7 +200,7 @@ def _run_models(
 ) -> Statistics:
     """Run the models on the samples, and write the statistics to the file."""
     ranks = experiment.ranks
-    decoder = on_device(experiment.decoder, experiment.device)
+    decoder = experiment.running_decoder
     tasks = [samples.token_ids for samples in data]
     models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
     with layer_bar(f"Calibrating {', '.join(levels)}", models, len(decoder), prompts, experiment.quiet) as progress:

@@ -10,8 +10,9 @@ import torch
 import transformers
 from support import families
 
+from mergekit_slta.layers.calls import made_up_layer, random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder
-from mergekit_slta.layers.trace import made_up_layer, random_numbers, trace_model
+from mergekit_slta.layers.trace import trace_model
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.

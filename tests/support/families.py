@@ -559,6 +559,7 @@ def feature_merge(
     tasks: Any = None,
     device: str = "cpu",
     batch_tokens: int = 0,
+    keep_weight: float = 0.0,
     **arguments: Any,
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
@@ -569,16 +570,17 @@ def feature_merge(
         tasks: token ids of each expert's samples.
         device: where layers run.
         batch_tokens: as for ``batches_of``.
+        keep_weight: how much the base model's task counts.
         arguments: those of ``feature_merge``; the ridge is 0.1 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = trace(family.config, device=device), Partial(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
-    anchor = ActmatAnchor(models, decoder, arguments.get("keep_weight", 0.0))
+    anchor = ActmatAnchor(models, decoder, keep_weight)
     arguments = {"ridge": 0.1, "head": None if decoder.tail_problem else output_head(decoder)} | arguments
     with batches_of(batch_tokens):
-        solve_features(decoder, anchor, models[1:], tasks or family.token_ids(), partial, **arguments)
+        solve_features(decoder, anchor, tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
 
 
