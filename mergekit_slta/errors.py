@@ -49,7 +49,7 @@ def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
 
 
 @contextmanager
-def reading(what: object, problem: str = "cannot be read", fix: str = "get a sound copy") -> Iterator[None]:
+def reading(what: object, problem: str = "cannot be read", fix: str = "get an undamaged copy") -> Iterator[None]:
     """Turn the many kinds of errors that libraries raise for damaged input, ``what``, into an SltaError that names it.
 
     A lack of memory stays what it is.

@@ -201,7 +201,7 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
     refuse(
         f"{listed(map(str, having))}{verb} {listed(names)}{rest}"
         for kinds, verb, rest in (
-            (lacking, ": the checkpoint lacks", " of the model, so it is incomplete: get a sound copy."),
+            (lacking, ": the checkpoint lacks", " of the model, so it is incomplete: get an undamaged copy."),
             (more, ": the checkpoint has", f", {trained_elsewhere}"),
             (rowless, " lacks", f" {unaligned}"),
         )

@@ -19,7 +19,7 @@ With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x y x^T - W_n A, th
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
 dealt to two halves; D is solved from one half with a ridge, and its error is summed over the other, and the reverse.
-The error has one minimum in all but rare cases, so the search goes from the middle ridge downhill. It is measured on a
+The error has one minimum in all but rare cases, so the search goes downhill, from ``LIKELY_RIDGE``. It is measured on a
 few random combinations of the outputs, so that only these have sums for each half.
 
 A few prompts have fewer tokens than a map has inputs. With the tokens' inputs as the rows of X [n, d_in] and their
@@ -47,7 +47,7 @@ MASSIVE = 10.0
 # s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
 RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
-UNKNOWN_RIDGE = 1.0  # where a task does not have samples in both halves
+LIKELY_RIDGE = 1.0  # where the search begins, and where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
 SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 
@@ -228,7 +228,7 @@ class RidgeRegression:
         else:
             equations = _SumEquations(total, self._near, self._combinations, self._prior)
         if ridge is None:
-            ridge = lowest_ridge(equations.error_left_out) if self._halved else UNKNOWN_RIDGE
+            ridge = lowest_ridge(equations.error_left_out) if self._halved else LIKELY_RIDGE
         ridge = max(ridge, SMALLEST_RIDGE)
         mass = total.mass.clamp_min(torch.finfo(PRECISION).tiny)
         left = total.targets - self._near @ total.inputs
@@ -361,9 +361,9 @@ def random_combinations(outputs: int, count: int) -> torch.Tensor:
 
 
 def lowest_ridge(error: Callable[[float], float]) -> float:
-    """The ridge whose error is lowest, downhill from the middle one."""
+    """The ridge whose error is lowest, downhill from the likely one."""
     error = functools.cache(error)
-    place, lowest = -1, len(RIDGES) // 2
+    place, lowest = -1, RIDGES.index(LIKELY_RIDGE)
     while lowest != place:
         place = lowest
         near = (place, place - 1, place + 1)

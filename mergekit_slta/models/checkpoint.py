@@ -196,7 +196,7 @@ class Checkpoint:
     def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:
         if not is_finite(tensor):
             raise SltaError(
-                f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get a sound copy."
+                f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get an undamaged copy."
             )
 
     def fingerprint(self) -> str:

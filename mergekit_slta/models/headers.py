@@ -160,8 +160,8 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
         if "trust_remote_code" in str(error):
             raise SltaError(f"{reference.model} needs its own code: allow it with --trust-remote-code.") from error
         raise SltaError(
-            f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get a sound copy, "
-            "or a version of transformers that knows the model."
+            f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get an undamaged "
+            "copy, or a version of transformers that knows the model."
         ) from error
     names = config.architectures
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -226,7 +226,9 @@ def folder_headers(folder: Path) -> Headers:
     for file, names in weight_map(folder).items():
         headers = file_headers(folder / file)
         if lost := [name for name in names if name not in headers]:
-            raise SltaError(f"{folder / file} lacks {listed(lost)}, which the index expects there: get a sound copy.")
+            raise SltaError(
+                f"{folder / file} lacks {listed(lost)}, which the index expects there: get an undamaged copy."
+            )
         tensors.update({name: headers[name] for name in names or headers})
     return tensors
 

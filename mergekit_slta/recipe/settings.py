@@ -51,7 +51,8 @@ class KeptBase(CalibratedExpert):
     """The parameters of the base model where it is a task of its own: what it does on these prompts is to be kept."""
 
     calibration: str = Field(
-        default="", description="prompts on which the merge should do what the base model does; as an expert's"
+        default="",
+        description="prompts on which the merge should do what the base model does; written like an expert's",
     )
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
         default=1.0, description="κ, how much the base model's prompts count compared with an expert's; at least 0"
@@ -117,7 +118,7 @@ class FeatcalSettings(CalibrationSettings):
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
         description="how strongly each matrix is pulled towards a point 1.5 times as far from the base as `actmat`'s "
-        "merge: a number such as 0.03, or `auto`, which takes what best predicts prompts left out of the computation",
+        "merge: a number such as 0.03, or `auto`, which tries nine from 0.0003 to 3 on prompts that are left out",
     )
 
 

@@ -83,7 +83,7 @@ def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
         if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
             raise SltaError(
                 f"The features of {', '.join(broken)} at {name} are not finite: they overflow float32, "
-                "because the model's tensors are too large. Leave the model out, or get a sound copy."
+                "because the model's tensors are too large. Leave the model out, or get an undamaged copy."
             )
     return grams
 

@@ -222,7 +222,7 @@ MODELS: Rows = [
     ),
     (
         lambda c: edit_tensors(c.of(olmo()).expert, lambda tensors: tensors.pop(UP)),
-        f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get a sound copy.",
+        f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get an undamaged copy.",
     ),
     *(
         (
