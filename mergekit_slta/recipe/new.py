@@ -144,7 +144,7 @@ models:
       # instruction dataset. Without such prompts, delete this entry.
       calibration: {{ kept[0]|quoted }}
       weight: 1.0         # κ: more keeps more of the base model, less gains more of the expert; 0 leaves it out
-      # samples: 100      # with several experts, more prompts keep more of the base model
+      # samples: 100      # with several experts, take this and weight 3.0 to keep most of the base model
 {% endif %}
 {% if form.shared %}
 parameters:

@@ -26,6 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import mergekit_slta
+
 SYSTEM = "Answer briefly."  # a short one in place of the template's own saves a third of the tokens
 STEPS = 150
 BATCH = 32
@@ -197,6 +199,8 @@ def train_family(
     base = write_base(folder.parent / "base", model)
     write_base_prompts(base, folder.parent / "base.jsonl")
     write_self_written(base, folder.parent / "written.jsonl")
+    if not (answers := folder.parent / "general.jsonl").exists():
+        mergekit_slta.ask(base, answers, samples=200, max_new_tokens=128, quiet=True)
     splits = {task: TASKS[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"

@@ -118,6 +118,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         data: bool = False,
         keep: float = 0.0,
         prompts: str = "base",
+        kept: int = 30,
         **shared: Any,
     ) -> Recipe:
         models = []
@@ -125,8 +126,8 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
             calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
             models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
         if keep:
-            kept = {"calibration": f"../{prompts}.jsonl", "weight": keep}
-            models.append({"model": "../base", "parameters": kept})
+            own = {"calibration": f"../{prompts}.jsonl", "weight": keep, "samples": kept}
+            models.append({"model": "../base", "parameters": own})
         base = {} if method == "linear" else {"base_model": "../base"}
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
@@ -144,6 +145,12 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
         **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
         "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
+        **{
+            f"featcal {count} prompts keeping 3, 100 answers": recipe(
+                "featcal", data=True, keep=3.0, prompts="general", kept=100, samples=count
+            )
+            for count in (30, 100)
+        },
         **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
     }
 
