@@ -14,7 +14,7 @@ from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import counted, enumerated, plain_number, possessive
+from mergekit_slta.words import counted, enumerated, plain_number
 
 ERRORS_MEANING = (
     "At 0 a layer's output is that of the task's own model, at 1 the distance is as large as that output "
@@ -41,9 +41,9 @@ def drift_page(
         title=f"How close a merge of {enumerated(names)} comes to each",
         verdict=[_verdict(errors, names), ERRORS_MEANING],
         facts={
-            "Tasks of": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in samples.items()),
+            "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in samples.items()),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
-            "Solved with": f"{ridge}, towards the merge of actmat and half as far again",
+            "Solved with": f"{ridge}, towards actmat's merge with its change made 1.5 times as large",
         },
         charts=[_chart(errors, ridges, names)],
     )
@@ -56,7 +56,7 @@ def _number(error: float) -> str:
 
 def _verdict(errors: torch.Tensor, names: Sequence[str]) -> str:
     last = zip(names, errors[-1].tolist(), strict=True)
-    clauses = [f"{_number(error)} from {possessive(name)}" for name, error in last]
+    clauses = [f"{_number(error)} from those of {name}" for name, error in last]
     worst = int(errors.diff(dim=0, prepend=torch.zeros_like(errors[:1])).nan_to_num().mean(1).argmax())
     return (
         f"After the last layer the merged model's features are at a relative distance of {enumerated(clauses)}; "

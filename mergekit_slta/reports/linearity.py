@@ -104,11 +104,11 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
     )
     cosine = (
         "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
-        "experts' changes (merged, Eq. 16), and of the experts' changes with each other (baseline, Eq. 17). The "
-        f"changes of a merge well below its baseline add up. {settings} (merged) or prompts (baseline)."
+        "experts' changes (Eq. 16), and of the experts' changes with each other (Eq. 17). The "
+        f"changes of a merge that is well below them add up. {settings}, or over prompts."
     )
     merges = {f"{size} experts": _merges(result, size) for size in sizes}
-    cosines = {"cosine_merge": ", merged", "cosine_base": ", baseline"}
+    cosines = {"cosine_merge": ", their merge and sum", "cosine_base": ", with each other"}
     return [
         _bars(result, "projection-distance", "Projection distance", distance, {"projection_distance": ""}, merges),
         _bars(result, "cosine", "1 − cosine similarity", cosine, cosines, merges),
@@ -161,8 +161,8 @@ def _distance_map(result: Linearity) -> Chart:
         "along the diagonal are even.",
         picture=heat_map(
             [Matrix(name, distances, STEP_NAMES, STEP_NAMES)],
-            x_label="share of the task vector α",
-            y_label="α",
+            x_label="share α of the expert's change",
+            y_label="share α",
             value_label="distance of the features, relative to the whole way",
         ),
         table=Table(["From, to", *(f"α = {step}" for step in STEP_NAMES)], rows),

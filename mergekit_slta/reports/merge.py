@@ -220,11 +220,12 @@ def _trade_chart(solution: Solution) -> Chart:
     base, weights = [merge.base_kept for merge in merges], list(map(plain_number, KEEP_WEIGHTS))
     names, curves = short_names(solution.models), torch.stack([merge.kept for merge in merges]).T.tolist()
     lines = [Line(name, base, curve) for name, curve in zip(names, curves, strict=True)]
-    lines[0] = replace(lines[0], notes=weights)  # the points of one κ are above each other
+    # The points of one κ are above each other.
+    lines[0] = replace(lines[0], notes=[f"κ {weight}" for weight in weights])
     return Chart(
         name=f"trade-{solution.level}",
         title="Kept of each expert against kept of the base model",
-        caption="The numbers beside the points are weights κ of the base model's prompts. On these prompts a merge "
+        caption="Each point is a merge with another weight κ of the base model's prompts. On these prompts a merge "
         "that keeps 1 changes nothing, and one that keeps 0 changes as much as one expert that is added whole.",
         picture=line_chart(
             [Panel("", lines)],

@@ -25,7 +25,7 @@ BLUE, ORANGE, GREEN = COLOURS[:3]
 LIGHT, MIDDLE = "#d5d5d5", "#9a9a9a"
 MERGES = {
     "experts": ("each expert alone", LIGHT),
-    "best": ("mergekit's best method", MIDDLE),
+    "best": ("mergekit's best of those tried", MIDDLE),
     "slta": ("slta", BLUE),
     "actmat": ("actmat", BLUE),
     "featcal": ("featcal", BLUE),
