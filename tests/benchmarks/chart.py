@@ -40,15 +40,15 @@ def main() -> None:
 
 
 def scores_chart(content: dict[str, Any]) -> Picture:
-    """Right answers of merges, and what one merge with the base model keeps, in three panels side by side."""
+    """Right answers of merges of three families, and what one merge with the base model keeps, in four panels."""
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
-        figure = Figure(figsize=(11.0, 3.5), dpi=DOTS_PER_INCH, layout="constrained")
-        left, middle, right = figure.subplots(1, 3)
-        for ax, group in zip((left, middle), content["merged"], strict=True):
+        figure = Figure(figsize=(9.5, 5.5), dpi=DOTS_PER_INCH, layout="constrained")
+        *merged, kept = figure.subplots(2, 2).flat
+        for ax, group in zip(merged, content["merged"], strict=True):
             _merged(ax, group)
-        middle.set_yticklabels([])
-        _kept(right, content["kept"])
-        figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", ncols=2, handlelength=1)
+        merged[1].set_yticklabels([])
+        _kept(kept, content["kept"])
+        figure.legend(*kept.get_legend_handles_labels(), loc="outside lower right", ncols=2, handlelength=1)
         return Picture(figure)
 
 
@@ -67,7 +67,7 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
 
 
 def _kept(ax: Axes, group: dict[str, Any]) -> None:
-    series = (("the expert's task", BLUE), ("the base model's instructions", ORANGE))
+    series = (("the expert's task", GREEN), ("the base model's instructions", ORANGE))
     for i, (label, colour) in enumerate(series):
         places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
         values = [scores[i] for scores in group["scores"].values()]
