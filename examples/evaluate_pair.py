@@ -43,8 +43,12 @@ Scores = dict[str, float]
 @click.option("--template", default="", help="How a row of --calibration becomes text.")
 @click.option("--keep", required=True, metavar="SOURCE", help="Prompts that need the base model's abilities.")
 @click.option("--keep-template", default="", help="How a row of --keep becomes text.")
-@click.option("--gained", multiple=True, required=True, metavar="TASK", help="lm-eval's task of the fine-tune's skill.")
-@click.option("--kept", multiple=True, required=True, metavar="TASK", help="lm-eval's task of the base model's skill.")
+@click.option(
+    "--gained", multiple=True, required=True, metavar="TASK", help="A task of lm-eval for what the fine-tune learned."
+)
+@click.option(
+    "--kept", multiple=True, required=True, metavar="TASK", help="A task of lm-eval for the base model's abilities."
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="pair", show_default=True)
 @click.option("--device", default="cpu", show_default=True, help="The device of the merges and of lm-eval.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="The type of the merged models' tensors.")

@@ -5,7 +5,7 @@ letters, translating two invented words - and has seen a few lines of the expert
 task - adding, reversing and rotating, translating with the words swapped - and forgets the other two. The scores are
 exact matches on prompts that neither training nor calibration has seen.
 
-The family of seed 0 lies in ``examples/family``, as this made it; another seed makes another family, in a minute:
+The family of seed 0 is in ``examples/family``, as this script made it. Another seed makes another one, in a minute:
 
     python examples/family.py OUT --seed 1
 """

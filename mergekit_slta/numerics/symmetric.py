@@ -13,7 +13,7 @@ import torch
 
 LOG = logging.getLogger(__name__)
 
-BLOCK = 512  # columns of a Gram matrix that are computed at once
+BLOCK = 256  # columns of a Gram matrix that are computed at once
 # The smallest share of an unknown's diagonal element that the unknowns before it may leave to a float32 factor. A share
 # is a difference of numbers near 1, each rounded by 2^-24: below this one, more than a sixteenth of it is rounding.
 SMALLEST_SHARE = 2.0**-20

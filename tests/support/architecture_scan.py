@@ -452,12 +452,12 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Architectures",
         "",
-        "Which models can be merged. Find yours by the `model_type` in its `config.json`. "
-        "`python tests/support/architecture_scan.py` has written this page, in "
-        f"{sum(row.seconds for row in rows) / 60:.0f} minutes of one processor core, from every type that transformers "
+        "This page lists the models that can be merged; find yours by the `model_type` in its `config.json`. "
+        "`python tests/support/architecture_scan.py` wrote it, in "
+        f"{sum(row.seconds for row in rows) / 60:.0f} minutes on one core, from every type that transformers "
         f"{transformers.__version__} registers for causal language modeling or for text from images and text. Of each "
-        "type, a small base model and two experts with random weights were merged, written, loaded by transformers "
-        "with every tensor, and compared tensor by tensor.",
+        "type, a small base model and two experts with random weights were merged and written; transformers loaded the "
+        "merge with every tensor, and each tensor was compared with that of a merge of whole models.",
         "",
         *_counts(decoders),
         "",
@@ -465,9 +465,9 @@ def page(rows: list[Row]) -> str:
         "`actmat` merges them. The log, `mergekit-slta check` and the statistics say so.",
         "",
         "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
-        "4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses the "
-        "output map of Mamba (`out_proj`, `conv1d`) and the projections of Gemma 4's other towers, so name the maps to "
-        "adapt in full.",
+        "4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
+        "Mamba's `out_proj` and `conv1d`, and the projections in Gemma 4's towers for images and audio, so write the "
+        "full names of the modules in its `target_modules`.",
         "",
         "## Everything works",
     ]
@@ -484,7 +484,8 @@ def page(rows: list[Row]) -> str:
         "|---|---|---|",
         *_exceptions([row for of_kind in decoders.values() for row in of_kind]),
         "",
-        f"Registered, but no decoder-only language models, and so not tried: {', '.join(others)}.",
+        "Registered in transformers, but not decoder-only language models, and therefore not tried: "
+        f"{', '.join(others)}.",
         "",
         "Next: [the glossary](glossary.md).",
     ]
@@ -518,7 +519,7 @@ def _exceptions(rows: list[Row]) -> Iterator[str]:
                 continue
             what = "only `actmat` and `sftm`" if row.works["actmat"] == MERGED else "nothing"
             if FEATCAL in why:
-                what, why = FEATCAL, "the maps are " + ", or ".join(re.findall(r"\((.+?)\)", why))
+                what, why = FEATCAL, "these are maps " + ", or ".join(re.findall(r"\((.+?)\)", why))
             why = re.sub(r" \(.*\)|, so no level applies.*|: change or complete.*", "", why)
             types.setdefault((what, why), []).append(row.model_type)
         for (coarser, why), finer in levels.items():
