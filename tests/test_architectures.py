@@ -86,9 +86,6 @@ def loaded(folder: Path) -> State:
     return state
 
 
-# The matrix
-
-
 @pytest.mark.parametrize("name", slow_but({*EVERY} - {*ALIKE}, EVERY))
 def test_grams_merging_weights_and_merged_models_are_the_references(
     name: str, make_family: MakeFamily, tmp_path: Path
@@ -114,9 +111,6 @@ def test_grams_merging_weights_and_merged_models_are_the_references(
             assert_tensors_equal(loaded(merged), case.merged(level))
 
 
-# Experts that leave submodules alone
-
-
 def test_lora_experts_that_touch_attention_only(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -139,9 +133,6 @@ def test_lora_experts_that_touch_attention_only(
             touched = name.endswith(".q_proj") or ".head." in name
             assert case.grams[name][:, 2, 2].all()
             assert bool(case.grams[name][:, :2].any()) == bool(alpha[:2].any()) == touched
-
-
-# Mixtures of experts
 
 
 def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,14 +15,12 @@ from support import recipe_page
 from support.commands_page import PAGE, commands_page
 from test_public_names import PROMISED
 
-import mergekit_slta
 from mergekit_slta.cli.commands import main
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PACKAGE = Path(mergekit_slta.__file__).parent
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 PARAMETERS = {spec.name for settings in SETTINGS.values() for spec in parameter_specs(settings)}
@@ -55,9 +52,6 @@ def options_of(command: click.Command) -> set[str]:
     return {name for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
-# Commands
-
-
 def test_the_page_of_commands_is_what_the_commands_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == commands_page(), "run python tests/support/commands_page.py"
 
@@ -70,9 +64,6 @@ def test_every_call_in_the_docs_has_a_command_and_options_that_exist(page: str) 
         assert first in main.commands, first
         given = {word for word in rest if word.startswith("-")}
         assert given <= options_of(main.commands[first]) | {"--help"}, (first, rest)
-
-
-# Recipes
 
 
 def test_the_page_of_recipes_is_what_the_settings_classes_say() -> None:
@@ -90,28 +81,12 @@ def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameter
             assert set(content) <= PARAMETERS
 
 
-# Python
-
-
-def test_the_page_on_python_has_every_public_name() -> None:
-    table = TEXTS["python.md"].partition("## What there is")[2].partition("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", table, re.MULTILINE))))
-    assert named == set(PROMISED)
-    package, *others = re.findall(r"^::: (.+)$", TEXTS["python.md"], re.MULTILINE)
-    assert package == mergekit_slta.__name__
-    for module, _, name in (path.rpartition(".") for path in others):
-        assert hasattr(importlib.import_module(module), name), name
-
-
 @each_page
 def test_python_in_the_docs_uses_public_names(page: str) -> None:
     for block in blocks(TEXTS[page], "python"):
         tree = ast.parse(block)
         used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
         assert {node.attr for node in used if ast.unparse(node.value) == "slta"} <= set(PROMISED)
-
-
-# Links, files and tables
 
 
 def anchors(path: Path) -> set[str]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families, featcal_reference
+from support.command import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta.host import patches
@@ -40,9 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_merge_that_transformers_loads(folder: Path) -> None:
-    done = CliRunner().invoke(mergekit_yaml, ["recipe.yml", "merged"])
-    assert done.exit_code == 0, done.output
-    assert "Calibrating attn_mlp" in done.stderr
+    assert "Calibrating attn_mlp" in run("recipe.yml", "merged", program=mergekit_yaml).stderr
     model = loaded(folder / "merged")
     ids = AutoTokenizer.from_pretrained(folder / "merged")("abc 123", return_tensors="pt")["input_ids"]
     assert model(ids).logits.isfinite().all()
@@ -50,9 +48,7 @@ def test_a_merge_that_transformers_loads(folder: Path) -> None:
     assert "slta" in (folder / "merged" / "README.md").read_text()
 
     weights = {file.name: file.read_bytes() for file in (folder / "merged").glob("*.safetensors")}
-    quiet = CliRunner().invoke(mergekit_yaml, ["recipe.yml", "again", "--quiet"])
-    assert quiet.exit_code == 0, quiet.output
-    assert "Calibrating" not in quiet.output
+    assert "Calibrating" not in run("recipe.yml", "again", "--quiet", program=mergekit_yaml).output
     assert {file.name: file.read_bytes() for file in (folder / "again").glob("*.safetensors")} == weights
 
 
@@ -61,9 +57,7 @@ def test_a_feature_merge_that_transformers_loads(folder: Path) -> None:
     recipe = yaml.safe_load((folder / "recipe.yml").read_text()) | {"merge_method": "featcal"}
     recipe["parameters"] = {"samples": 4, "ridge": 0.1, "report": "report"}
     families.write_recipe(folder / "features.yml", recipe)
-    done = CliRunner().invoke(mergekit_yaml, ["features.yml", "merged"])
-    assert done.exit_code == 0, done.output
-    assert "Solving" in done.output
+    assert "Solving" in run("features.yml", "merged", program=mergekit_yaml).output
     model = loaded(folder / "merged")
     data = tuple(folder / f"task{index}.jsonl" for index in range(2))
     family = families.Family(folder / "base", (folder / "expert0", folder / "expert1"), data, model.config)

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import tomllib
 import venv
 import zipfile
@@ -29,7 +28,6 @@ from support.processes import linked_packages, run_afresh
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
-UV = shutil.which("uv", path=os.pathsep.join([str(SCRIPTS), os.environ["PATH"]]))
 
 # What the package holds beside Python: a template, prompts, and the mark that tells type checkers to read its types.
 DATA = {"mergekit_slta/reports/page.html.jinja", "mergekit_slta/data/prompts.yml", "mergekit_slta/py.typed"}
@@ -87,13 +85,12 @@ class Environment:
     def site_packages(self) -> Path:
         return next(self.root.glob("lib/python*/site-packages"))
 
-    def run(self, *arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run this environment's Python away from the checkout, with an empty cache; bytecode is written as usual."""
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run this environment's Python away from the checkout; bytecode is written as usual."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        variables["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=self.root.parent)
         result = subprocess.run(
             [self.python, *arguments],
-            cwd=folder or self.root.parent,
+            cwd=self.root.parent,
             env=variables,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -102,19 +99,12 @@ class Environment:
         assert result.returncode == 0, result.stdout + result.stderr
         return result
 
-    def install(self, *what: str, installer: str = "pip") -> None:
+    def pip(self, *arguments: str) -> None:
+        call(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+
+    def install(self, what: str) -> None:
         """Install this package alone, from one of `distributions`, with what is there and no package index."""
-        self._call(installer, "install", "--no-deps", "--no-index", "--no-build-isolation", *what)
-
-    def uninstall(self, installer: str = "pip") -> None:
-        self._call(installer, "uninstall", *(["-y"] if installer == "pip" else []), "mergekit-slta")
-
-    def _call(self, installer: str, verb: str, *arguments: str) -> None:
-        command = {
-            "pip": [sys.executable, "-m", "pip", "--python", self.python, verb],
-            "uv": [str(UV), "pip", verb, "--python", self.python],
-        }[installer]
-        call(*command, *arguments)
+        self.pip("install", "--no-deps", "--no-index", "--no-build-isolation", what)
 
     def files(self) -> set[Path]:
         return {*self.site_packages.rglob("*"), *(self.root / "bin").iterdir()}
@@ -163,23 +153,16 @@ def broken(tmp_path: Path, installed: Environment) -> Environment:
     return Environment(Path(shutil.copytree(installed.root, tmp_path / "environment", symlinks=True)))
 
 
-@pytest.mark.parametrize(
-    ("installer", "kind"), [("pip", "wheel"), ("uv", "wheel"), pytest.param("pip", "sdist", marks=pytest.mark.slow)]
-)
-def test_install_and_uninstall(
-    installer: str, kind: str, tmp_path: Path, dependencies: Path, distributions: dict[str, str]
-) -> None:
-    if installer == "uv" and UV is None:
-        pytest.skip("uv is not installed")
+@pytest.mark.parametrize("kind", ["wheel", pytest.param("sdist", marks=pytest.mark.slow)])
+def test_install_and_uninstall(kind: str, tmp_path: Path, dependencies: Path, distributions: dict[str, str]) -> None:
     environment = fresh(tmp_path, dependencies)
     before = environment.files()
-    environment.install(distributions[kind], installer=installer)
+    environment.install(distributions[kind])
     file = Path(environment.run("-W", "error:mergekit-slta:RuntimeWarning", "-c", WAITS).stdout.strip())
     assert file.is_relative_to(environment.site_packages)
     assert (file.parent / "mergekit_slta" / "py.typed").is_file()
-    environment.uninstall(installer)
-    bytecode = environment.site_packages / "__pycache__"  # uv leaves that of a module outside packages
-    assert {path for path in environment.files() if bytecode not in (path, path.parent)} == before
+    environment.pip("uninstall", "-y", "mergekit-slta")
+    assert environment.files() == before
 
 
 def test_the_methods_are_registered_once_whoever_asks_for_it(forks: ForkServerContext) -> None:
@@ -232,13 +215,6 @@ def test_a_start_up_file_that_fails_says_so_in_one_line_and_python_goes_on(
     assert "install mergekit-slta" in result.stderr
     monkeypatch.setenv("MERGEKIT_SLTA_DISABLE", "1")
     assert broken.run("-c", "pass").stderr == ""
-
-
-def test_another_checkout_is_not_shadowed_by_the_installed_package(installed: Environment, tmp_path: Path) -> None:
-    """The current folder gets onto the search path after the start-up files have run."""
-    (tmp_path / "mergekit_slta").mkdir()
-    (tmp_path / "mergekit_slta" / "__init__.py").write_text("print('this checkout')")
-    assert installed.run("-c", "import mergekit_slta", folder=tmp_path).stdout == "this checkout\n"
 
 
 def test_everything_that_the_package_imports_is_declared() -> None:

@@ -62,9 +62,6 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-# What the language tower computes
-
-
 @pytest.mark.parametrize("name", slow_but(("gemma4_vision", "qwen3_5_moe", "paligemma"), MULTIMODAL))
 def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family_of: Callable[[str], Family]) -> None:
     family, tasks = family_of(name), families.wide_tasks(2, samples=2)
@@ -77,9 +74,6 @@ def test_grams_are_those_of_the_whole_models_forward_pass(name: str, family_of: 
         sharp = name == "gemma4_vision" and ".head." in submodule
         tolerance = SHARP_GRAM_TOLERANCE if sharp else GRAM_TOLERANCE
         assert gram_difference(measured[submodule], own.grams()) < tolerance, submodule
-
-
-# The merged model
 
 
 @pytest.mark.parametrize("name", slow_but(("gemma4_vision", "qwen3_5_moe", "llama4_vision", "qwen2_5_vl"), MULTIMODAL))
@@ -144,9 +138,6 @@ def test_a_plain_recipe_tells_the_towers_apart(family_of: Callable[[str], Family
     plain = weights.replace(str(family.base.parent), str(tmp_path))
     again = load(families.merge(json.loads(plain), tmp_path / "plain"))
     assert_tensors_equal(again.state_dict(), merged.state_dict())
-
-
-# One model by other names
 
 
 def as_on_the_hub(folder: Path, copy: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from pathlib import Path
 from typing import assert_type
 
@@ -33,20 +31,6 @@ def for_mypy(recipe: slta.Recipe) -> list[object]:
     slta.check(recipe, quite=True)  # type: ignore[call-arg]
     functions = [slta.ask, slta.linearity, slta.publish, slta.report, slta.verify]
     return [slta.SltaError, slta.Statistics, *functions]
-
-
-@pytest.mark.parametrize("name", PROMISED)
-def test_help_describes_every_argument_and_every_result(name: str) -> None:
-    value = getattr(slta, name)
-    if inspect.isfunction(value):
-        described = set(re.findall(r"^    (\w+):", str(inspect.getdoc(value)), re.MULTILINE))
-        assert set(inspect.signature(value).parameters) == described - {"SltaError", "OSError"}
-        assert "\nReturns:\n" in str(inspect.getdoc(value))
-    else:
-        members = [member for own, member in vars(value).items() if not own.startswith("_")]
-        functions = [member for member in members if inspect.isfunction(member)]
-        assert all(member.__doc__ for member in [value, *functions])
-        assert all("Returns:" in str(own.__doc__) for own in functions if "Raises:" in str(own.__doc__)), value
 
 
 def test_no_module_has_a_public_name() -> None:

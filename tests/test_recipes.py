@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from mergekit.common import ModelReference
 from support import families
 from support.adapters import write_adapter
 from support.examining import chat_model, problems
@@ -42,10 +41,6 @@ ADAPTED = "language_model.layers.0.self_attn.q_proj"
 each_recipe = pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 
 
-def hub_names(reference: ModelReference) -> list[str]:
-    return [path.path for path in (reference.model, reference.lora) if path is not None]
-
-
 def commands(path: Path) -> list[list[str]]:
     """The commands in a recipe's comment, by words."""
     comment = re.sub(r"\\\n#", "", path.read_text())
@@ -57,7 +52,8 @@ def test_a_recipe_is_sound(path: Path) -> None:
     recipe = Recipe.load(path)
     recipe.require_sound()
     assert recipe.config.dtype == "float32" and recipe.config.out_dtype == "bfloat16"
-    assert all(HUB_NAME.fullmatch(model) for reference in recipe.references for model in hub_names(reference))
+    names = [own.path for reference in recipe.references for own in (reference.model, reference.lora) if own]
+    assert all(map(HUB_NAME.fullmatch, names))
     without = str(recipe.base) in WITHOUT_CHAT_TEMPLATE
     assert without == (recipe.tokenizer_owner in [expert.reference for expert in recipe.experts])
     assert without == bool(recipe.config.chat_template)

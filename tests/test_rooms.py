@@ -34,27 +34,19 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """The line and the room of every import from this package, those inside functions too."""
-    for node in ast.walk(tree):
+def arrows_up(path: Path) -> Iterator[str]:
+    """The imports of a file that do not run down; the package itself is the roof, and only its version is for all."""
+    room = room_of(path)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-        assert not getattr(node, "level", 0), f"line {node.lineno} is a relative import: write the whole name"
         for alias in node.names:
-            top, room, *_ = [*f"{origin}{alias.name}".split("."), ""]
-            if top == "mergekit_slta" and room != "__version__":
-                yield node.lineno, room if room in FLOOR else "__init__"
-
-
-def arrows_up(path: Path) -> list[str]:
-    """The imports of a file that do not run down; the package itself is the roof, and only its version is for all."""
-    room = room_of(path)
-    return [
-        f"{path.relative_to(PACKAGE)}:{line} imports from {target}/, which is not below {room}/"
-        for line, target in imported_rooms(ast.parse(path.read_text(encoding="utf-8")))
-        if target != room and FLOOR[target] <= FLOOR[room]
-    ]
+            top, name, *_ = [*f"{origin}{alias.name}".split("."), ""]
+            target = name if name in FLOOR else "__init__"
+            ours = top == "mergekit_slta" and name != "__version__"
+            if ours and target != room and FLOOR[target] <= FLOOR[room]:
+                yield f"{path.relative_to(PACKAGE)}:{node.lineno} imports from {target}/, which is not below {room}/"
 
 
 def test_imports_run_down_the_floors_so_that_no_circle_can_be() -> None:

@@ -11,10 +11,8 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
-from support.linearity_values import assert_same
 
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.nonlinearity.studies import Linearity, linearity
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes its place")
 
@@ -33,14 +31,8 @@ def assert_close(found: State, expected: State) -> None:
 
 
 def test_tensors_of_two_devices_do_not_mix() -> None:
-    with separate_device() as device:
-        there = torch.ones(3, device=device)
-        assert there.device.type != "cpu" and (there + there).device == there.device
-        assert (there + 1).cpu().tolist() == [2.0, 2.0, 2.0]
-        with pytest.raises(RuntimeError, match="same device"):
-            there + torch.ones(3)
-        with pytest.raises(RuntimeError, match="same device"):
-            torch.ones(3)[:2] @ there[:2]
+    with separate_device() as device, pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3, device=device) + torch.ones(3)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
@@ -56,18 +48,6 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
     expected = results("cpu", tmp_path / "host")
     with separate_device() as device:
         assert_close(results(device, tmp_path / "device"), expected)
-
-
-def test_linearity(llama: Family) -> None:
-    recipe = families.recipe(llama, experts=[0, 1])
-
-    def scores(device: str) -> Linearity:
-        LoaderCache.loaders.clear()
-        return linearity(families.experiment(recipe, device=device), ["layer", "attn_mlp"], samples=1, pairs=False)
-
-    expected = scores("cpu")
-    with separate_device() as device:
-        assert_same(scores(device), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])

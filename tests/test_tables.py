@@ -14,6 +14,12 @@ from support.html_elements import Elements
 from mergekit_slta.errors import SltaError
 from mergekit_slta.nonlinearity.result import Value
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
+from mergekit_slta.words import as_score
+
+
+def test_a_share_has_two_decimals_and_zero_has_no_sign() -> None:
+    shares = (0.914, -0.002, -1e-17, -0.12, math.nan, None)
+    assert [as_score(share) for share in shares] == ["0.91", "0.00", "0.00", "−0.12", "–", "–"]
 
 
 @pytest.mark.parametrize(

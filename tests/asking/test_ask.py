@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from click.testing import CliRunner
 from support import calibration_samples, families
 from support.adapters import write_adapter
 from support.calibration_samples import BOS, EOS, load, spelled, write_jsonl
-from support.small_models import LETTERS, config_of, write_scripted
+from support.command import run
+from support.examining import t5
+from support.small_models import LETTERS, write_scripted
 from transformers import AutoTokenizer
 
 import mergekit_slta as slta
@@ -59,9 +62,6 @@ def calibrating(path: Path, folder: Path, count: int) -> dict[int, tuple[list[in
         record: ([*row], str(tokenizer.decode([*row[slice(*answer)]])) if answer else "")
         for record, row, answer in zip(data.records, data.token_ids, data.answers, strict=True)
     }
-
-
-# Tokens
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "falcon_alibi", "lfm2", "qwen2_5_vl"])
@@ -143,8 +143,6 @@ def test_a_record_calibrates_with_all_tokens_from_the_prompt_to_the_end(
     assert not caplog.messages
 
 
-# Prompts
-
 SYSTEM, ASKED, SAID = (
     {"role": role, "content": content} for role, content in (("system", "be kind"), ("user", "hi"), ("assistant", "ho"))
 )
@@ -199,9 +197,6 @@ def test_tools_are_asked_with_and_stay(tmp_path: Path) -> None:
     assert record["tools"] == tools and row[:5] == [*spelled("find"), BOS]
 
 
-# What is finished
-
-
 class _Killed(BaseException):
     pass
 
@@ -243,10 +238,8 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     # The newline behind a prompt is at the position of its length plus 1; the script's next token comes first.
     prompts = [{"prompt": "p" * length} for length in (5, 6, 7, 10, 12, 13)]
     out = tmp_path / "out.jsonl"
-    arguments = ["ask", folder, write_jsonl(tmp_path / "a.jsonl", prompts), "-o", out, "--max-new-tokens", 4]
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    assert done.stdout == f"{out} written.\n"
+    asked = write_jsonl(tmp_path / "a.jsonl", prompts)
+    assert run("ask", folder, asked, "-o", out, "--max-new-tokens", 4).stdout == f"{out} written.\n"
     answers = {record["prompt"].strip(): record["completion"] for record in records_of(out)}
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
@@ -267,37 +260,25 @@ def test_answers_that_calibrate_with_other_tokens_are_counted(tmp_path: Path, ca
     assert caplog.messages == [f"{out}: 1 of 1 answer change their tokens when their text is tokenized again."]
 
 
-# Models
-
-
 def test_an_adapter_is_applied(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     adapter = write_adapter(folder, tmp_path / "adapter", "q_proj", "down_proj", alpha=40)
+    adapted = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), str(adapter))
+    whole = Path(shutil.copytree(folder, tmp_path / "whole"))
+    adapted.merge_and_unload().save_pretrained(whole)
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
     how: dict[str, Any] = {"max_new_tokens": 8, "quiet": True, "lora_merge_cache": str(tmp_path / "cache")}
-    out = slta.ask(f"{folder}+{adapter}", tmp_path / "out.jsonl", prompts, **how)
-    adapted = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder), str(adapter))
-    rows = calibrating(out, folder, len(PROMPTS))
-    lengths = [len(rows[number][0]) for number in rows]
-    assert len(lengths) == len(PROMPTS)
-    for record in records_of(out):
-        text = f"<s>[user]{record['messages'][0]['content']}</s>[assistant]"
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        ids = tokenizer(text, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-        (expected,) = one_by_one(adapted, [ids], 8)
-        answer = str(tokenizer.decode(expected[len(ids) :])).removesuffix("</s>")
-        assert record["messages"][1]["content"] == answer
-    base = slta.ask(folder, tmp_path / "base.jsonl", prompts, **how)
-    assert base.read_bytes() != out.read_bytes()
+    answers, of_whole, of_base = (
+        slta.ask(model, tmp_path / f"out{number}.jsonl", prompts, **how).read_bytes()
+        for number, model in enumerate((f"{folder}+{adapter}", str(whole), str(folder)))
+    )
+    assert answers == of_whole != of_base
     with pytest.raises(slta.SltaError, match="is a LoRA adapter: name a folder for the merged model with --lora"):
         slta.ask(f"{folder}+{adapter}", tmp_path / "no.jsonl", prompts, max_new_tokens=8)
 
 
 def test_a_model_that_answers_nothing_is_refused(tmp_path: Path) -> None:
-    config: Any = config_of("t5")
-    config.decoder_start_token_id = 0
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    calibration_samples.write_tokenizer(tmp_path / "t5")
+    t5(tmp_path / "t5")
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
     with pytest.raises(slta.SltaError, match="t5 is not a decoder-only language model: only these can answer prompts"):
         slta.ask(tmp_path / "t5", tmp_path / "out.jsonl", prompts, quiet=True)
@@ -315,18 +296,10 @@ def test_the_models_own_settings_do_not_sample_and_every_end_token_ends(tmp_path
     assert record == {"prompt": "hi\n", "completion": "ab<"}
 
 
-# The command
-
-
 def test_the_command_asks_the_packages_prompts_by_topic(tmp_path: Path) -> None:
-    folder = write_model(tmp_path)
-    out = tmp_path / "out.jsonl"
-    arguments = ["ask", str(folder), "-o", str(out), "--topic", "sums", "--samples", "3", "--max-new-tokens", "4"]
-    done = CliRunner().invoke(main, [*arguments, "--quiet"])
-    assert done.exit_code == 0 and done.output == f"{out} written.\n", done.output
-    plain = tmp_path / "prompts.txt"
-    done = CliRunner().invoke(main, ["ask", "--prompts-only", "--topic", "sums", "--samples", "3", "-o", str(plain)])
-    assert done.exit_code == 0 and done.output == f"{plain} written.\n", done.output
+    out, plain, which = tmp_path / "out.jsonl", tmp_path / "prompts.txt", ["--topic", "sums", "--samples", 3]
+    run("ask", write_model(tmp_path), "-o", out, *which, "--max-new-tokens", 4, "--quiet")
+    assert run("ask", "--prompts-only", *which, "-o", plain).output == f"{plain} written.\n"
     asked = [record["messages"][0]["content"] for record in records_of(out)]
     assert asked == plain.read_text().splitlines() and len(asked) == 3
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
+from support.command import run
 from support.copies import edit_tensors
-from support.examining import only, problems, save_random, with_data
+from support.examining import only, problems, save_random, with_data, with_expert
 from support.families import Family
 from support.hub import serve
-from transformers import AutoTokenizer
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.host import patches
@@ -37,39 +35,14 @@ def test_first_the_text_then_everything_else(family: Family, tmp_path: Path) -> 
     assert [problem.split("'")[1] for problem in problems(recipe)] == ["sampels", "ridge"]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda text: f"{text}outdtype: bfloat16\n", "Unknown key 'outdtype' in the recipe, did you mean 'out_dtype'?"),
-        (lambda text: f"{text}parameters: {{level: layer}}\n", "not valid YAML: the key 'parameters' of line "),
-        (lambda text: text.replace("expert0", "deeper"), "deeper has num_hidden_layers 4 instead of 3"),
-    ],
-)
-def test_mergekit_yaml_refuses_in_one_sentence(
-    spoil: Callable[[str], str], words: str, family: Family, tmp_path: Path
-) -> None:
+def test_mergekit_yaml_refuses_models_in_one_sentence(family: Family, tmp_path: Path) -> None:
     patches.install()
-    save_random(families.config_of("llama", num_hidden_layers=4), family.base.parent / "deeper")
-    file = families.write_recipe(tmp_path / "recipe.yml", families.recipe(family, samples=2))
-    file.write_text(spoil(file.read_text()))
-    done = CliRunner().invoke(mergekit_yaml, [str(file), str(tmp_path / "out"), "--quiet"])
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    (sentence,) = [line for line in done.output.splitlines() if line.startswith("Error: ")]
-    assert words in sentence
+    deeper = save_random(families.config_of("llama", num_hidden_layers=4), tmp_path / "deeper")
+    file = families.write_recipe(tmp_path / "recipe.yml", with_expert(family, deeper))
+    said = run(file, tmp_path / "out", "--quiet", program=mergekit_yaml, code=1).output
+    (sentence,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    assert "deeper has num_hidden_layers 4 instead of 3" in sentence
     assert not (tmp_path / "out").exists()
-
-
-# Data and statistics
-
-
-def test_a_record_of_each_source_is_shown(family: Family, tmp_path: Path) -> None:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text('{"prompt": "ab:", "completion": " cd"}\n{"q": 1}\n')
-    notes = check(Recipe.parse(json.dumps(with_data(family, file)), "recipe")).notes
-    shown, _ = (note for note in notes if "as the model sees it" in note)
-    tokenizer = AutoTokenizer.from_pretrained(family.base)
-    text, answer = tokenizer.decode(tokenizer("ab: cd")["input_ids"]), tokenizer.decode(tokenizer.encode("cd")[1:-1])
-    assert shown == f"Row 1 of '{file}' as the model sees it: {text!r}; its answer is {answer!r}."
 
 
 def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path: Path) -> None:
@@ -85,20 +58,15 @@ def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path:
 @pytest.mark.parametrize(
     ("samples", "tested", "words"),
     [
-        (5, None, []),
-        (
-            6,
-            None,
-            ["has only 6 prompts, which all calibrate: none is left for `evaluate`. Add prompts (60 or more: 30 cal"],
-        ),
-        (30, None, ["has only 6 prompts, which all calibrate: none is left for `evaluate`"]),
-        (6, "abcabc", []),
-        (6, "", ["has only prompts that calibrate: none is left for `evaluate`"]),  # a copy
-        (5, "missing", ["does not exist"]),
+        (5, None, ""),
+        (6, None, "has only 6 prompts, which all calibrate: none is left for `evaluate`. Add prompts (60 or more: 30"),
+        (6, "abcabc", ""),
+        (6, "", "has only prompts that calibrate: none is left for `evaluate`"),  # a copy
+        (5, "missing", "does not exist"),
     ],
 )
 def test_check_says_that_calibration_leaves_no_record_for_evaluate(
-    make_family: MakeFamily, tmp_path: Path, samples: int, tested: str | None, words: list[str]
+    make_family: MakeFamily, tmp_path: Path, samples: int, tested: str | None, words: str
 ) -> None:
     family = make_family(records=6)
     recipe = families.recipe(family, experts=[0], keep={"calibration": "hf:org/data"}, samples=samples)
@@ -109,9 +77,8 @@ def test_check_says_that_calibration_leaves_no_record_for_evaluate(
             file.write_text(json.dumps({"text": tested}) if tested else family.data[0].read_text())
     found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
     notes = [note for note in found.notes if "as the model sees it" not in note]
-    assert not found.problems and len(notes) == len(words)
-    for note, said in zip(notes, words, strict=True):
-        assert said in note and str(file if tested is not None else family.data[0]) in note
+    assert not found.problems and len(notes) == bool(words)
+    assert all(words in note and str(file if tested is not None else family.data[0]) in note for note in notes)
 
 
 def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> None:

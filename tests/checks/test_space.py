@@ -16,7 +16,7 @@ from support.hub import serve
 from support.processes import run_python
 
 from mergekit_slta.checks.examine import check
-from mergekit_slta.checks.space import LIBRARIES, Needs, needs
+from mergekit_slta.checks.space import Needs, needs
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -38,13 +38,6 @@ def test_the_memory_that_is_said_is_about_what_a_merge_takes(llama: Family, tmp_
     done = run_python("-c", code, "merge", recipe, tmp_path / "out", "--quiet")
     peak = 1024 * int(done.stdout.splitlines()[-1])
     assert peak / 2 < needs(families.experiment(content)).memory < 2 * peak
-
-
-def test_a_mixture_takes_one_expert_of_a_layer_at_a_time(make_family: Any) -> None:
-    stored = needed(make_family("mixtral"), "slta", samples=1, max_tokens=1)  # one by one
-    attention = 2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 2 * WIDTH
-    layer = attention + 4 * WIDTH + 3 * WIDTH * MLP  # a router for four experts, and one of them
-    assert stored.memory == LIBRARIES + (4 * 4 + 4 * 3) * layer + 4 * 2 * WIDTH
 
 
 def test_the_disk(llama: Family) -> None:

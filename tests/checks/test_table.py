@@ -113,25 +113,9 @@ def olmo() -> Any:
     return transformers.OlmoConfig(**config_of("llama").to_diff_dict() | entries)
 
 
-def rwkv() -> Any:
-    small: dict[str, Any] = {"vocab_size": families.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
-    return transformers.RwkvConfig(**small, rescale_every=2)
-
-
-def clip(folder: Path) -> Path:
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    sizes["num_attention_heads"] = 2
-    text, vision = sizes | {"vocab_size": 64}, sizes | {"image_size": 16, "patch_size": 8}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-    return save_random(config, folder, "CLIPModel")
-
-
-def no_decoder(save: Callable[[Path], Path]) -> Edit:
-    def change(case: Case) -> None:
-        case.use(experts=[0]).name(save(case.folder / "expert")).run(merging=False)
-        case.recipe["base_model"] = str(save(case.folder / "base"))
-
-    return change
+def no_decoder(case: Case) -> None:
+    case.use(experts=[0]).name(t5(case.folder / "expert")).run(merging=False)
+    case.recipe["base_model"] = str(t5(case.folder / "base"))
 
 
 def crimes(method: str) -> Edit:
@@ -139,15 +123,14 @@ def crimes(method: str) -> Edit:
 
 
 def shorter(tensors: State) -> None:
-    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+    for name in ("model.norm.weight", UP):
         tensors[name] = tensors[name][:-1]
 
 
-def renamed(rename: Callable[[str], str], lost: str = "") -> Callable[[State], None]:
+def renamed(rename: Callable[[str], str]) -> Callable[[State], None]:
     def change(tensors: State) -> None:
         for name in list(tensors):
             tensors[rename(name)] = tensors.pop(name)
-        tensors.pop(lost, None)
 
     return change
 
@@ -162,7 +145,7 @@ WRAPPERS: dict[str, Callable[[str], str]] = {
 WRAPPED = (
     "because the model was saved from inside torch.compile, FSDP, DDP or peft: save the module inside these wrappers"
 )
-NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def to_integers(tensors: State) -> None:
@@ -217,10 +200,6 @@ MODELS: Rows = [
         "BASE ties its output head to its embedding and HERE/other does not",
     ),
     (
-        lambda c: c.of(tied(False)).random(tied(True)),
-        "HERE/other ties its output head to its embedding and BASE does not",
-    ),
-    (
         lambda c: edit_tensors(c.of(olmo()).expert, lambda tensors: tensors.pop(UP)),
         f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get an undamaged copy.",
     ),
@@ -232,21 +211,12 @@ MODELS: Rows = [
         for words, rename in WRAPPERS.items()
         for place in ("BASE", "EXPERT")
     ),
-    (
-        lambda c: edit_tensors(c.expert, renamed(WRAPPERS["module."], lost=f"module.{NORM}")),
-        "EXPERT: the checkpoint lacks",
-    ),
     (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq): {ELSE}"),
     (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own): {ELSE}"),
     (quantized(None, to_8_bits), f"EXPERT stores {UP} in 8 bits or fewer, so it is quantized: {ELSE}"),
     (lambda c: edit_config(c.base, quantization_config=GPTQ), f"The config.json of BASE {LEFT_OVER}"),
     (left_over_below_an_adapter, f"The config.json of EXPERT {LEFT_OVER}"),
-    (
-        no_decoder(t5),
-        "T5ForConditionalGeneration is an encoder-decoder, which calibration does not cover: use 'merge_m",
-    ),
-    (no_decoder(clip), "CLIPModel is not a decoder-only language model, which calibration does not cover"),
-    (lambda c: c.of(rwkv()), "RwkvForCausalLM changes the hidden states between its decoder layers"),
+    (no_decoder, "T5ForConditionalGeneration is an encoder-decoder, which calibration does not cover: use 'merge_m"),
 ]
 
 # Adapters
@@ -334,12 +304,9 @@ ADAPTERS: Rows = [
     (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
     (lora_of("llama", hidden_size=64), not_fit("its matrices for")),
     (lora_of("gpt2", "c_attn"), not_fit("Target modules {'c_attn'} not found in the base model")),
-    *(
-        (
-            lambda c, name=name: lora_of(name, parameters=FUSED[1:], hidden_size=64)(c.of(name)),
-            not_fit("its matrices for model.layers.0"),
-        )
-        for name in ("qwen3_moe", "gpt_oss")
+    (
+        lambda c: lora_of("qwen3_moe", parameters=FUSED[1:], hidden_size=64)(c.of("qwen3_moe")),
+        not_fit("its matrices for model.layers.0"),
     ),
     (
         lambda c: c.of("gemma3").adapt(c.lora("q_proj", modules_to_save=["lm_head"]), merged_too=False),
@@ -361,7 +328,6 @@ ADAPTERS: Rows = [
     (of_a_resized_model(modules_to_save=["embed_tokens", "lm_head"]), RESIZED),
     (of_a_resized_model(save_embedding_layers=True), RESIZED),
     (of_a_resized_model(target_modules=["embed_tokens"]), RESIZED),
-    (of_a_resized_model(target_modules=["lm_head"]), RESIZED),
     *(
         (of_some_experts(name, **parts), ALL_EXPERTS)
         for name in ("mixtral", "qwen3_moe")
@@ -397,20 +363,8 @@ DATA: Rows = [
         lambda c: c.data("copy.jsonl", c.family.data[1].read_text()),
         "give the same tokens: give each expert the data of its own task, because with equal data every ",
     ),
-    (lambda c: c.data("/none.jsonl"), "Calibration file '/none.jsonl' does not exist"),
-    (lambda c: c.data("a.jsonl", ""), "'HERE/a.jsonl' has no rows"),
     (lambda c: c.data("a.jsonl", '{"text": " "}\n'), "'HERE/a.jsonl' has no usable row: all 1 are empty"),
-    (lambda c: c.data("a.jsonl", '{"q": 1}'), "'HERE/a.jsonl' has none of the known fields: its fields are q."),
-    (
-        lambda c: c.data("a.jsonl", '{"text": ["x"]}\n{"q": 1}\n'),
-        "'HERE/a.jsonl' has no usable row: 2 do not fit and 0 are empty, the first because",
-    ),
-    (
-        lambda c: c.data(c.family.data[0], template="{question}"),
-        "has no field 'question', which the template '{question}' names: its fields are text.",
-    ),
     (lambda c: c.data(c.family.data[0], template="{text"), "is not a valid format string"),
-    (lambda c: c.data("hf:org/data?splt=train"), "'hf:org/data?splt=train' must be 'hf:DATASET'"),
     (lambda c: c.data("a.jsonl", CHAT), "neither the base model's tokenizer nor the expert's has a chat template"),
     (without_tokenizer, "BASE has no usable tokenizer ("),
     (
@@ -482,10 +436,8 @@ OTHERS: Rows = [
         f"{IDS}, but this method gives both the same ids: choose experts with the same ids.",
     ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
-    (lambda c: c.run(options={"device": "gpu"}), "PyTorch cannot compute on the device 'gpu' ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
     (reporting, "'report: HERE/file' cannot be created"),
-    (lambda c: reporting(c.use("featcal")), "'report: HERE/file' cannot be created"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
     (

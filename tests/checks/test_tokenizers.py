@@ -16,11 +16,9 @@ from support import families
 from support.examining import (
     chat_model,
     feature_recipe,
-    larger_vocabulary,
     look,
     only,
     problems,
-    with_expert,
 )
 from support.families import Family
 
@@ -50,9 +48,6 @@ def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
     merged = families.merge(recipe, tmp_path / "out")
     made = transformers.AutoTokenizer.from_pretrained(merged)
     assert len(load_file(merged / "model.safetensors")["model.embed_tokens.weight"]) >= len(made.get_vocab())
-
-
-# Where models stop
 
 
 @pytest.mark.parametrize(
@@ -93,22 +88,6 @@ def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_mer
     for folder in family.folders:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": families.PAD}))
     assert not [note for note in look(families.recipe(family, "sftm")).notes if "ends its turns" in note]
-
-
-# Vocabularies
-
-
-CUT = {"unsafe_truncate_embeddings": True}
-
-
-def test_rows_that_mergekit_is_told_to_cut(family: Family, tmp_path: Path) -> None:
-    recipe = with_expert(family, larger_vocabulary(tmp_path / "other"), "sftm")
-    assert problems(recipe, options=CUT) == []
-    merged = load_file(families.merge(recipe, tmp_path / "merged", **CUT) / "model.safetensors")
-    assert {own.shape[0] for name, own in merged.items() if "embed" in name or "head" in name} == {families.VOCABULARY}
-
-
-# Feature merges
 
 
 @pytest.mark.parametrize("source", ["base", "union"])

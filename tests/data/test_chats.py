@@ -32,6 +32,10 @@ STRICT = (
 )
 PLAIN = "{% for m in messages %}{{ '[' + m.role + ']' + m.content + '<end>' }}{% endfor %}"
 LISTS = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+SWITCHED = (
+    "{% for m in messages %}{% if m.reasoning_content is defined and enable_thinking is defined and enable_thinking %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
+)
 PRINTED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
 
 SCHEMA = [{"type": "function", "function": {"name": "find", "parameters": {"n": {"type": "integer"}}}}]
@@ -86,6 +90,7 @@ def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path
         ({"messages": [turn("user", "hi", name="x"), SAID[1]]}, [turn("user", "hi", name="x"), SAID[1]], None),
         ({"prompt": SAID[:1], "completion": SAID[1:]}, SAID, None),
         ({"prompt": "hi", "completion": SAID[1:]}, SAID, None),
+        ({"prompt": json.dumps(SAID[:1]), "completion": json.dumps(SAID[1:])}, SAID, None),
         ({"prompt": SAID[:1], "completion": "ho", "tools": SCHEMA}, SAID, SCHEMA),
         ({"messages": [{"role": None, "content": None, "from": "human", "value": "hi"}, SAID[1]]}, SAID, None),
         ({"question": [{"from": "human", "value": "hi"}], "answer": "ho"}, SAID, None),
@@ -187,6 +192,7 @@ def test_a_conversation_that_the_template_cannot_write_is_skipped(
         (TOOLS, {"reasoning_content": "so"}, "59", ""),
         (DISTILLED, {}, "<think>\n\n</think>\n\n59", ""),
         (DISTILLED, {"reasoning_content": None}, "59", ""),
+        (SWITCHED, {"reasoning_content": "so"}, "59", ""),
     ],
 )
 def test_answers_that_lose_their_reasoning_are_counted(
@@ -200,12 +206,9 @@ def test_answers_that_lose_their_reasoning_are_counted(
     assert [line.startswith(counted) for line in caplog.messages if "leaves out" in line] == [True] * bool(lost)
 
 
-def test_reasoning_is_a_part_of_the_answer_however_the_record_writes_it(tmp_path: Path) -> None:
-    inside = [ASKED, turn("assistant", "<think>so</think>59")]
-    apart = [ASKED, turn("assistant", "59", reasoning_content="so")]
-    for turns in (inside, apart):
-        _, text, answer = shown({"messages": turns}, TOOLS, tmp_path)
-        assert text == "[user]hi<end>[assistant]<think>so</think>59<end>" and answer == "<think>so</think>59"
+def test_reasoning_is_a_part_of_the_answer(tmp_path: Path) -> None:
+    _, text, answer = shown({"messages": [ASKED, turn("assistant", "59", reasoning_content="so")]}, TOOLS, tmp_path)
+    assert text == "[user]hi<end>[assistant]<think>so</think>59<end>" and answer == "<think>so</think>59"
 
 
 def test_tools_that_the_template_does_not_write_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -238,10 +241,6 @@ USERS_ONLY = (
     "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
     "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
-SWITCHED = (
-    "{% for m in messages %}{% if m.reasoning_content is defined and enable_thinking is defined and enable_thinking %}"
-    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
-)
 
 
 def test_a_turn_that_the_template_ignores_is_folded_or_counted(
@@ -253,15 +252,3 @@ def test_a_turn_that_the_template_ignores_is_folded_or_counted(
     assert not caplog.messages
     shown({"messages": tool}, USERS_ONLY, tmp_path)
     assert any("leaves out a turn of the tool of 1 of 1 prompts" in message for message in caplog.messages)
-
-
-def test_a_switch_of_the_template_keeps_the_reasoning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    record = {"messages": [ASKED, turn("assistant", "ho", reasoning_content="because")]}
-    _, text, answer = shown(record, SWITCHED, tmp_path)
-    assert text.count("<think>because</think>ho") == 1 and answer == "<think>because</think>ho"
-    assert not caplog.messages
-
-
-def test_turns_in_strings_are_a_chat_too(tmp_path: Path) -> None:
-    pair = {"prompt": json.dumps([ASKED]), "completion": json.dumps([SAID[1]])}
-    assert shown(pair, USERS_ONLY, tmp_path) == shown({"messages": SAID}, USERS_ONLY, tmp_path)

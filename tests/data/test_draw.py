@@ -37,13 +37,8 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
     return write_tokenizer(tmp_path_factory.mktemp("chat"), CHAT_TEMPLATE)
 
 
-def hold_out(
-    source: str, tokenizer: PreTrainedTokenizerBase, used: CalibrationData, samples: int = 4
-) -> CalibrationData:
+def hold_out(source: str, tokenizer: PreTrainedTokenizerBase, used: CalibrationData, samples: int) -> CalibrationData:
     return source_of(source, tokenizer).draw(samples, used)
-
-
-# Tokens
 
 
 def test_text_gets_special_tokens_and_keeps_its_beginning(
@@ -95,9 +90,6 @@ def test_a_chat_template_that_asks_for_the_date_gets_the_same_one_every_day(tmp_
     assert load(source, tokenizer, samples=1).token_ids == (tuple(expected),)
 
 
-# Drawing
-
-
 def expected_order(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(count), count)
 
@@ -142,25 +134,19 @@ def test_fewer_than_asked_is_a_warning(
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "", "b")])
     load(source, plain_tokenizer, samples=2)
-    assert "asks for" not in caplog.text
+    assert "has only" not in caplog.text
     assert sorted(load(source, plain_tokenizer, samples=30).records) == [0, 2]
     assert f"{source!r} has only 2 of the 30 prompts that 'samples' sets." in caplog.text
     caplog.clear()
     used = load(source, plain_tokenizer, samples=1)
     assert len(hold_out(source, plain_tokenizer, used, samples=3).records) == 1
     assert f"{source!r} has only 1 of the 3 prompts that calibration did not use." in caplog.text
-    used = load(source, plain_tokenizer, samples=2)
-    caplog.clear()
-    assert not hold_out(source, plain_tokenizer, used).records and not caplog.text  # which is for the caller to say
 
 
 def test_sha256_is_that_of_lengths_and_ids() -> None:
     rows = ((5, 2**40), (7,), (1, 2, 3))
     packed = b"".join(struct.pack(f"<{len(row) + 1}q", len(row), *row) for row in rows)
     assert CalibrationData("a", "", rows, (0, 1, 2), (None,) * 3).sha256 == hashlib.sha256(packed).hexdigest()
-
-
-# Answers
 
 
 def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path, template: str = "") -> str:
@@ -176,10 +162,6 @@ def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: P
 
 
 TAILED = {"question": "ab", "answer": "d"}
-TAILS = {
-    "Q {question} A {answer}<|im_end|>": "Q ab A <d><|im_end|>",
-    "Q {question} A {answer}. Turn 2 ended.": "Q ab A <d>. Turn 2 ended.",
-}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +171,13 @@ TAILS = {
         ({"prompt": "cd\n", "response": "cd"}, "", "cd\n<cd>"),
         ({"question": "cd ", "answer": "cd"}, "", "cd \n<cd>"),
         ({"prompt": "ab", "completion": ""}, "", "ab"),
+        ({"question": "ab", "answer": 42}, "", "ab\n<42>"),
+        ({"instruction": "ab", "input": "i", "output": "d"}, "", "ab\ni\n<d>"),
+        ({"instruction": "ab", "input": " ", "output": "d"}, "", "ab\n<d>"),
+        ({"text": None, "messages": None, "question": "ab", "answer": "d"}, "", "ab\n<d>"),
+        ({"text": "ab", "prompt": "b", "completion": "c"}, "", "ab"),
+        ({"text": "ab", "q": "a", "a": 5}, "Q: {q}\nA: {a:03d}", "Q: a\nA: <005>"),
+        ({"messages": TURNS, "q": "a"}, "{messages[0][content]}{{}} {q!r}", "hi{} <a>"),  # no token for quotes
         ({"q": "cd\nab", "a": "cd\n"}, "{q}{a}", "cd\nab<cd>\n"),
         ({"q": "ab", "a": "cd"}, "{q} {a}.", "ab cd."),
         ({"q": "ab", "a": "cd"}, "{q}\n{a} \n", "ab\n<cd> \n"),
@@ -201,8 +190,8 @@ TAILS = {
         ({"text": "ab: cd", "instruction": "ab", "input": "no", "output": "cd"}, "", "ab: <cd>"),
         (TAILED, "Q {question} A {answer}</d>", "Q ab A <d></d>"),
         ({"question": "ab", "answer": 7}, "q: {question} a: {answer} end", "q: ab a: <7> end"),
-        *((TAILED, template, text) for template, text in TAILS.items()),
-        *((TAILED | {"text": text.replace("<d>", "d")}, "", text) for text in TAILS.values()),
+        (TAILED, "Q {question} A {answer}. Turn 2 ended.", "Q ab A <d>. Turn 2 ended."),
+        (TAILED | {"text": "Q ab A d<|im_end|>"}, "", "Q ab A <d><|im_end|>"),
         (TAILED | {"text": "Q ab A d</d>"}, "", "Q ab A d</d>"),  # which of the two?
         ({"text": "Q ab A 2. Turn 2", "question": "ab", "answer": "2"}, "", "Q ab A 2. Turn 2"),  # which of the two?
         ({"text": "Q ab A <d>c", "question": "ab", "answer": "<d>"}, "", "Q ab A <<d>>c"),
@@ -248,16 +237,6 @@ def test_the_answer_of_a_conversation_is_its_last_turn_as_the_template_writes_it
     assert marked(record, tokenizer, tmp_path) == text
 
 
-def test_an_answer_that_is_cut_off_ends_beyond_its_row(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cdefgh"}])
-    ((begin, end),) = filter(None, load(source, plain_tokenizer, samples=1, max_tokens=500).answers)
-    cut = load(source, plain_tokenizer, samples=1, max_tokens=begin + 2)
-    assert cut.answers == ((begin, end),) and len(cut.token_ids[0]) == begin + 2
-    assert load(source, plain_tokenizer, samples=1, max_tokens=begin).answers == (None,)
-
-
 @pytest.mark.parametrize("filling", ["", " b" * 600])  # more than is tokenized of a text that has no answer
 def test_answers_beyond_max_tokens_are_counted_with_the_number_that_reaches_them(
     filling: str, tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
@@ -289,9 +268,6 @@ def test_an_example_shows_a_sample_as_the_model_sees_it(
     assert load(source, plain_tokenizer).example.endswith("'<s>ab</s>'; no answer is known.")
 
 
-# Held-out records
-
-
 @pytest.mark.parametrize("texts", [[CHARACTERS[i] if i % 4 else "" for i in range(26)], ["a", "b", "c", "d"] * 3])
 def test_held_out_goes_on_where_calibration_stopped_without_copies_of_its_samples(
     texts: list[str], tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
@@ -303,3 +279,28 @@ def test_held_out_goes_on_where_calibration_stopped_without_copies_of_its_sample
     order = expected_order(len(texts), 0)
     assert rest.records == tuple(index for index in order if texts[index] and texts[index] not in used)[:12]
     assert rest.token_ids == tuple(with_special(texts[index]) for index in rest.records)
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "said"),
+    [
+        ({"prompt": "a", "label": "b"}, "", ["none of the known fields: its fields are prompt, label", "'template'"]),
+        ({"text": ["a"]}, "", ["'text'", "list"]),
+        ({"prompt": TURNS, "completion": TURNS}, "{prompt}{completion}", ["list in 'prompt'", "'{prompt[key]}'"]),
+        ({"q": {"a": 1}, "b": "c"}, "{b} {q!s}", ["dict in 'q'", "'messages'"]),
+        ({"messages": [{"role": "alien", "content": "a"}]}, "", ["unknown role 'alien'", "assistant"]),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": ["f"]}]}, "", ["tool call without a function"]),
+        ({"messages": "hi"}, "", ["'messages'", "not a list of turns"]),
+        ({"messages": [{"speaker": "me", "says": "hi"}]}, "", ["its fields are speaker, says"]),
+        ({"q": "a", "a": "b"}, "{q} {b}", ["no field 'b', which the template '{q} {b}' names: its fields are q, a"]),
+        ({"q": "a"}, "{q[x]}", ["'{q[x]}'"]),
+        ({"q": "a"}, "{q:d}", ["'{q:d}'"]),
+        *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q", "{}", "{0}", "no field", "{q.__class__}")),
+        *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q[0].__doc__}", "{q:{q.__class__}}")),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused_in_words(
+    record: dict[str, Any], template: str, said: list[str], tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    message = refused(load, write_jsonl(tmp_path / "a.jsonl", [record]), plain_tokenizer, template=template)
+    assert all(words in message for words in said), message

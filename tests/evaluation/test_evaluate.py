@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from conftest import MakeFamily
 from support import families
 from support.calibration_samples import BOS, EOS, spelled, write_jsonl
+from support.command import run
 from support.families import Family
 from support.small_models import write_scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.recipe.recipe import Recipe
@@ -118,7 +117,6 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert [score.kept for score in merged] == kept
     assert base.exact in (1.0, None)  # of the answers that the base model gives
     assert "The base model's own task: a model keeps 1 if its likelihood is" in str(found)
-    assert json.loads(found.to_json())["tasks"]["base model"]["records"] == 4
 
 
 ANSWER = '{"a":1}'
@@ -217,27 +215,24 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
         "expert code 0.10 12 1 0.00 0.20",
     ]
     forms = lines.index(header, answers)
-    assert lines[forms + 1] == "a 0.50 0.50 –" and "a model keeps the form" in " ".join(lines[answers:forms])
     gains = lines.index(header, forms + 1)
+    assert lines[forms + 1] == "a 0.50 0.50 –"
     assert lines[gains + 1 : gains + 4] == ["a 0.50 0.50 –", "expert <b>math 1.00 1.00 –", "b −0.50 −0.50 –"]
     assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 0 70" in lines
     joined = " ".join(text.split())
-    assert "because all prompts calibrate: words. Add prompts (60 or more" in joined
-    assert (
-        "the expert is no better than the base model: code." in joined and "all tokens of a prompt are scored" in joined
-    )
-    assert "under half of their own task's short answers exactly: code (0.20)" in joined and "`template`" in joined
+    for said in (
+        "because all prompts calibrate: words. Add prompts (60 or more",
+        "the expert is no better than the base model: code.",
+        "all tokens of a prompt are scored",
+        "under half of their own task's short answers exactly: code (0.20)",
+    ):
+        assert said in joined
     written = json.loads(found.to_json())
-    assert written["ranking"][0] == {
-        "model": "a", "exact": 0.75, "lost": 12, "gained": 1, "form": 0.5, "kept": 0.5, "loss": 2.0
-    }  # fmt: skip
-    of_b = {"exact": 0.0, "lost": 2, "gained": 1, "form": 0.5, "kept": -0.5, "loss": 5.0}
-    assert written["tasks"]["<b>math"]["scores"]["b"] == of_b
+    of_a = {"exact": 0.75, "lost": 12, "gained": 1, "form": 0.5, "kept": 0.5, "loss": 2.0}
+    assert written["ranking"][0] == {"model": "a"} | of_a
     assert written["tasks"]["code"]["scores"]["a"]["kept"] is None
     frame = found.to_frame().set_index(["task", "model"])
-    assert len(frame) == 10 and repr(found) == text
-    assert frame.loc[("<b>math", "b")].tolist() == [0.0, 2, 1, 0.5, -0.5, 5.0]
-    assert frame.loc["code"].isna().all().tolist() == [False, False, False, True, True, False]
+    assert len(frame) == 10 and frame.loc[("<b>math", "b")].tolist() == [0.0, 2, 1, 0.5, -0.5, 5.0]
 
 
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
@@ -264,18 +259,10 @@ def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paire
 def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> None:
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(paired, samples=2, max_tokens=24))
     merged = [paired.experts[1], paired.experts[0]]
-    arguments = ["evaluate", recipe, *merged, "--samples", "3", "--json", tmp_path / "c.json", "--quiet"]
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
-    said = " ".join(done.stdout.split())
-    assert "expert expert1" in said and "On held-out prompts" in said and "gives exactly" in said
-    assert "model average lost gained expert0 expert1" in said
+    said = run("evaluate", recipe, *merged, "--samples", 3, "--json", tmp_path / "c.json", "--quiet").stdout
+    assert "model average lost gained expert0 expert1" in " ".join(said.split())
     scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
-    assert scores[str(merged[0])]["kept"] in (1.0, None)
     assert list(scores) == ["base", "expert expert0", "expert expert1", *map(str, merged)]
-
-
-# Records to hold out
 
 
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:
@@ -307,9 +294,6 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
     assert found.tasks["expert1"] == evaluate(without, paired.experts[1], quiet=True).tasks["expert1"]
     info, other = (measure(recipe, quiet=True).info for recipe in (content, without))
     assert info == other  # test data are no part of a measurement
-
-
-# Refusals
 
 
 def test_no_folder_and_no_records_are_refused(paired: Family) -> None:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
 from conftest import WriteRecipe
 from mergekit.scripts import run_yaml
 from support import families
 from support.adapters import write_adapter
+from support.command import run
 from support.examining import chat_model
 from support.families import Family
 from support.html_elements import assert_self_contained
@@ -26,18 +25,14 @@ from mergekit_slta.words import as_score
 
 def said_after(command: Any, recipe: Path, out: Path, *options: str) -> list[str]:
     """What a merge says of itself, without progress."""
-    arguments = ["merge"] * (command is main) + [str(recipe), str(out), *options]
-    done = CliRunner().invoke(command, arguments)
-    assert done.exit_code == 0, done.output
+    done = run(*["merge"] * (command is main), recipe, out, *options, program=command)
     return [line for line in done.stderr.splitlines() if re.match("(Share|Distance|Report|Next)", line)]
 
 
 def run_next(line: str) -> str:
     program, *arguments = shlex.split(line.removeprefix("Next: "))
     assert program == "mergekit-slta"
-    done = CliRunner().invoke(main, [*arguments, "--quiet"])
-    assert done.exit_code == 0, done.output
-    return done.stdout
+    return run(*arguments, "--quiet").stdout
 
 
 @pytest.mark.parametrize("command", [run_yaml.main, main])
@@ -54,34 +49,17 @@ def test_slta_says_what_is_kept_and_evaluates_next(
     assert said_after(command, recipe, out, "--quiet") == []
 
 
-def test_featcal_says_how_far_its_features_are_from_each_models_own(llama: Family, tmp_path: Path) -> None:
-    """The distances of whole models' last hidden states before the final norm, on the calibration samples."""
+def test_featcal_says_how_far_its_features_are_from_each_models_own(
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path
+) -> None:
     pages = tmp_path / "pages"
-    content = families.recipe(llama, "featcal", experts=(0,), keep={}, samples=2, report=str(pages))
-    recipe, out = families.write_recipe(tmp_path / "recipe.yml", content), tmp_path / "out"
-    said, page, _ = said_after(run_yaml.main, recipe, out)
-    assert "0 is the model itself; lower is better" in said
+    recipe = write_recipe(llama, "featcal", experts=(0,), keep={}, samples=2, report=str(pages))
+    said, page, _ = said_after(run_yaml.main, recipe, tmp_path / "out")
+    assert re.search(r"0 is the model itself; lower is better\): expert0 \d\.\d\d, the base model \d\.\d\d\.$", said)
     assert page == f"Report: {pages / 'featcal.html'}"
     text = (pages / "featcal.html").read_text()
     assert_self_contained(text)
     assert str(tmp_path) not in text and ">expert0</th>" in text
-    merged, (base, expert, *_) = families.load_model(out).float(), llama.models()
-    experiment = families.experiment(content)
-    for task, (model, found) in enumerate(zip((expert, base), re.findall(r"\d\.\d\d", said), strict=True)):
-        rows = experiment.load_data(experiment.recipe.tasks)[task].token_ids
-        errors = [(last(merged, row) - last(model, row)).norm(dim=-1) / last(model, row).norm(dim=-1) for row in rows]
-        assert float(found) == pytest.approx(float(torch.cat(errors).mean()), abs=0.006)
-
-
-def last(model: Any, row: tuple[int, ...]) -> torch.Tensor:
-    """The last decoder layer's output [tokens, dims]."""
-    outputs: list[torch.Tensor] = []
-    hook = model.model.layers[-1].register_forward_hook(lambda *given: outputs.append(given[-1]))
-    with torch.no_grad():
-        model(torch.tensor([row]))
-    hook.remove()
-    (found,) = outputs
-    return (found[0] if isinstance(found, tuple) else found).reshape(len(row), -1).double()
 
 
 def test_a_method_without_data_verifies_next_with_the_options_of_the_merge(llama: Family, tmp_path: Path) -> None:
@@ -98,8 +76,7 @@ def test_a_method_without_data_verifies_next_with_the_options_of_the_merge(llama
 def test_a_merge_that_may_never_stop_is_said_before_and_after_it(family: Family, tmp_path: Path) -> None:
     chat_model(family.experts[0])
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(family, "sftm", calibration=False))
-    done = CliRunner().invoke(run_yaml.main, [str(recipe), str(tmp_path / "out")])
-    lines = done.stderr.splitlines()
+    lines = run(recipe, tmp_path / "out", program=run_yaml.main).stderr.splitlines()
     places = [index for index, line in enumerate(lines) if "ends its turns with <|im_end|>" in line]
     assert len(places) == 2 and lines[places[1] + 3].startswith("Next: ")
     assert lines[places[1] + 1 : places[1] + 3] == ["  tokenizer:", f"    source: {family.experts[0]}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 from conftest import MakeFamily
 from mergekit import options as mergekit_options
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.scripts import multimerge
 from safetensors.torch import load_file, save_file
-from support import families
-from support.adapters import write_adapter
+from support import command, families
 from support.families import Family
 from support.merging import State
 
@@ -70,7 +67,7 @@ def assert_equal(found: State, expected: State) -> None:
 
 def test_many_threads_agree_with_one(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = families.recipe(llama, "featcal", samples=2)
-    expected = load_file(families.merge(content, tmp_path / "out") / "model.safetensors")
+    expected = weights(families.merge(content, tmp_path / "out"))
     monkeypatch.setattr(mergekit.merge, "Executor", ThreadedExecutor)
     families.merge(content, tmp_path / "threads")
     assert_equal(ThreadedExecutor.merged, expected)
@@ -95,9 +92,8 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
     (tmp_path / "recipes.yml").write_text(yaml.safe_dump_all([first, second]))
     parts = tmp_path / "parts"
     families.write_tokenizer(parts / "first")
-    arguments = [tmp_path / "recipes.yml", "--intermediate-dir", parts, "--out-path", tmp_path / "out"]
-    done = CliRunner().invoke(multimerge.main, [*map(str, arguments), "--no-write-model-card"])
-    assert done.exit_code == 0, done.output
+    options = ["--intermediate-dir", parts, "--out-path", tmp_path / "out", "--no-write-model-card"]
+    command.run(tmp_path / "recipes.yml", *options, program=multimerge.main)
     del first["name"]
     second["models"][1]["model"] = str(parts / "first")
     assert_equal(weights(parts / "first"), alone(first, tmp_path / "alone"))
@@ -141,19 +137,6 @@ def test_an_expert_that_is_replaced_between_two_merges_is_read_anew(
     found = weights(families.merge(content, tmp_path / "after"))
     assert_equal(found, alone(content, tmp_path / "alone"))
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
-
-
-def test_an_adapter_that_is_trained_again_between_two_merges_is_merged_anew(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, "actmat", experts=[0, 1], calibration=False)
-    adapter = write_adapter(llama.base, tmp_path / "adapter", seed=0)
-    content["models"][0]["model"] = f"{llama.base}+{adapter}"
-    options = {"lora_merge_cache": str(tmp_path / "merged")}
-    before = weights(families.merge(content, tmp_path / "before", **options))
-    shutil.rmtree(adapter)
-    write_adapter(llama.base, adapter, seed=1)
-    found = weights(families.merge(content, tmp_path / "after", **options))
-    assert_equal(found, alone(content, tmp_path / "alone", **options))
-    assert any(not torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
 def test_a_merge_into_the_same_folder_hides_the_weights_of_the_one_before(llama: Family, tmp_path: Path) -> None:
@@ -245,9 +228,6 @@ def test_statistics_that_do_not_fit_leave_a_finished_output_finished(llama: Fami
     assert not (out / PARTIAL_OF_MERGE).exists()
 
 
-# From Python
-
-
 def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     content = families.recipe(llama, samples=3, level="layer")
@@ -255,10 +235,8 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
     recipe = families.recipe_of(llama.base, data, samples=3, level="layer")
     more: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
     assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
-    theirs = load_file(families.merge(content, tmp_path / "theirs") / "model.safetensors")
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert verify(recipe, tmp_path / "ours").problems == ()
-    assert ours.keys() == theirs.keys() and all(ours[name].equal(tensor) for name, tensor in theirs.items())
+    assert_equal(weights(tmp_path / "ours"), weights(families.merge(content, tmp_path / "theirs")))
 
 
 def test_its_options_are_mergekits() -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 from conftest import WriteRecipe
 from support import families
+from support.command import run
 from support.families import Family
 from support.linearity_values import assert_same, plan_of
 
-from mergekit_slta.cli.commands import main
 from mergekit_slta.nonlinearity.result import Value, pool_values
 from mergekit_slta.nonlinearity.studies import linearity, merge_study, path_study, plan_linearity, plan_studies
 
@@ -64,10 +63,9 @@ def test_a_recipe_is_measured_on_its_first_samples(llama: Family, caplog: pytest
 
 
 def test_the_command_says_the_passes_first(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    arguments = ["linearity", str(write_recipe(llama)), "-o", str(tmp_path / "new"), "--samples", "1", "--no-pairs"]
-    result = CliRunner().invoke(main, [*arguments, "--level", "layer", "--level", "model", "--quiet"])
-    assert result.exit_code == 0, result.output
+    arguments = ["linearity", write_recipe(llama), "-o", tmp_path / "new", "--samples", 1, "--no-pairs"]
+    said = run(*arguments, "--level", "layer", "--level", "model", "--quiet").output
     planned = plan_of(llama, ("model", "layer"), plan_studies(3, pairs=False), [t[:1] for t in llama.token_ids()])
-    assert f"{planned.passes} forward passes" in result.output.splitlines()[0]
-    assert re.search(r"^layer +\S+ ± ", result.output, re.MULTILINE)
+    assert f"{planned.passes} forward passes" in said.splitlines()[0]
+    assert re.search(r"^layer +\S+ ± ", said, re.MULTILINE)
     assert json.loads((tmp_path / "new" / "linearity.json").read_text())["non_linearity"].keys() == {"model", "layer"}

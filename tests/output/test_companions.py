@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import transformers
-from click.testing import CliRunner, Result
 from conftest import MakeFamily
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
+from support.command import run
 from support.examining import CHATML, MARKERS, chat_model, edit_config
 from support.families import Family
 from support.hub import serve
@@ -42,16 +42,10 @@ def copied(recipe: dict[str, Any], out: Path, **options: Any) -> list[str]:
     return [name for name in (*TEMPLATES, *OTHERS, "notes.json") if (out / name).is_file()]
 
 
-def run(recipe: dict[str, Any], out: Path, *options: str) -> Result:
-    """The stock ``mergekit-yaml`` command."""
-    patches.install()
-    file = families.write_recipe(out.parent / "recipe.yml", recipe)
-    return CliRunner().invoke(mergekit_yaml, [str(file), str(out), *options])
-
-
 def merged_by(recipe: dict[str, Any], out: Path) -> Path:
-    done = run(recipe, out, "--quiet")
-    assert done.exit_code == 0, done.output
+    """The output of the stock ``mergekit-yaml`` command."""
+    patches.install()
+    run(families.write_recipe(out.parent / "recipe.yml", recipe), out, "--quiet", program=mergekit_yaml)
     return out
 
 
@@ -90,12 +84,12 @@ def test_what_belongs_to_another_tokenizer_stays(
 def test_what_cannot_be_copied_is_an_error_once_all_else_is_done(recipe: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "merged"
     (out / "helper.py").mkdir(parents=True)
-    done = run(recipe, out)
-    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    (said,) = [line for line in done.stderr.splitlines() if "yourself" in line]
-    assert f"Copy {recipe['base_model']}/helper.py to {out}/helper.py yourself" in said
+    patches.install()
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    said = run(file, out, program=mergekit_yaml, code=1).stderr
+    assert said.count(f"Copy {recipe['base_model']}/helper.py to {out}/helper.py yourself") == 1 and "Next: " in said
     names = {*TEMPLATES, *OTHERS, "README.md", "model.safetensors"} - {"helper.py"}
-    assert all((out / name).is_file() for name in names) and "Next: " in done.stderr
+    assert all((out / name).is_file() for name in names)
 
 
 def test_files_that_may_not_be_written_are_replaced(recipe: dict[str, Any], tmp_path: Path) -> None:
@@ -113,8 +107,6 @@ def test_files_that_may_not_be_written_are_replaced(recipe: dict[str, Any], tmp_
         assert all(file.stat().st_mode & 0o200 for file in out.iterdir())
         assert all((out / name).stat().st_ino != inode for name, inode in inodes.items())
 
-
-# Configurations
 
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -170,9 +162,6 @@ def test_an_older_entry_follows_what_the_merge_changes(family: Family, tmp_path:
     assert merged == {"dtype": "bfloat16", "text_config": {"vocab_size": 49, "hidden_size": 32}} | flat
 
 
-# Tokenizers
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"chat_template": "chatml"}, {"tokenizer": {"source": "base"}}, {"tokenizer_source": "union"}],
@@ -224,9 +213,6 @@ def test_the_chat_template_of_an_earlier_merge_is_set_aside(family: Family, tmp_
     for _ in range(2):  # the base model's is not
         (family.base / "chat_template.jinja").write_text("{{ messages }}")
         assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).chat_template == "{{ messages }}"
-
-
-# Where the merged model stops
 
 
 @pytest.mark.parametrize(

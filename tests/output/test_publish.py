@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from click.testing import CliRunner, Result
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support import families
+from support.command import run
+from support.copies import edit_tensors
 from support.examining import edit_config
 from support.families import Family
 from support.hub import Hub, serve
 
-from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
 from mergekit_slta.output.publish import publish
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
+
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +63,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield found
 
 
-def upload(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(main, ["publish", *map(str, arguments), "--quiet"])
-
-
 def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: Hub, tmp_path: Path) -> None:
-    done = upload(out, "org/model", "--private")
-    assert done.exit_code == 0, done.output
-    assert "Published as" in done.stdout and "org/model" in done.stdout
+    said = run("publish", out, "org/model", "--private", "--quiet").stdout
+    assert "Published as" in said and "org/model" in said
     assert [(each["name"], each["organization"], each["visibility"]) for each in hub.created] == [
         ("model", "org", "private")
     ]
     names = set(hub.committed)
-    weights = {path.name for path in out.glob("model*.safetensors")}
-    assert names == weights | {
+    assert names == {
         *("README.md", "mergekit_config.yml", "config.json", "generation_config.json"),
-        *("tokenizer.json", "tokenizer_config.json"),
+        *(WEIGHTS, "tokenizer.json", "tokenizer_config.json"),
         *("mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png"),
     }
-    (weight,) = weights
-    assert hub.committed[weight] == (out / weight).read_bytes()
+    assert hub.committed[WEIGHTS] == (out / WEIGHTS).read_bytes()
     for stranger in STRANGERS:
-        assert stranger in done.stdout  # among what is not uploaded
+        assert stranger in said  # among what is not uploaded
     private = str(llama.base.parent).encode()
     for name, content in hub.committed.items():
         assert private not in content, name
@@ -99,10 +93,9 @@ def test_a_dry_run_writes_and_uploads_nothing(out: Path) -> None:
     """There is no Hub to be asked: a request would fail."""
     (out / "README.md").unlink()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    done = CliRunner().invoke(main, ["publish", str(out), "org/model", "--dry-run", "--quiet"])
-    assert done.exit_code == 0, done.output
-    assert "Would be uploaded to org/model" in done.output and "README.md" in done.output
-    assert f"config.json ({as_size((out / 'config.json').stat().st_size)})" in done.output
+    said = run("publish", out, "org/model", "--dry-run", "--quiet").output
+    assert "Would be uploaded to org/model" in said and "README.md" in said
+    assert f"config.json ({as_size((out / 'config.json').stat().st_size)})" in said
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
@@ -130,7 +123,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(name: str, out: Path, tm
 def test_the_organization_decides_on_the_visibility(out: Path, hub: Hub) -> None:
     assert "Visibility: private;" in str(publish(out, "org/model", private=True, dry_run=True, quiet=True))
     assert "by the organization's setting" in str(publish(out, "org/model", dry_run=True, quiet=True))
-    assert upload(out, "org/model").exit_code == 0
+    run("publish", out, "org/model", "--quiet")
     assert not {"private", "visibility"} & hub.created[0].keys()
 
 
@@ -140,20 +133,17 @@ def test_a_recipe_is_published_as_it_was_understood(out: Path, hub: Hub) -> None
     commented = f"# my token is hf_secret\n{recipe.read_text()}"
     recipe.write_text(commented)
     card.write_text(f"---\ntags: []\n---\n# out\n\n```yaml\n{commented}\n```\n")
-    assert upload(out, "org/model").exit_code == 0
+    run("publish", out, "org/model", "--quiet")
     assert b"hf_secret" not in hub.committed["README.md"] + hub.committed["mergekit_config.yml"]
     assert b"merge_method: slta" in hub.committed["README.md"]
 
 
-def test_statistics_of_an_earlier_merge_stay_here(out: Path, hub: Hub) -> None:
-    """mergekit's own methods write into the same folder, and leave them there."""
-    recipe = yaml.safe_load((out / "mergekit_config.yml").read_text())
-    plain = {"merge_method": "linear", "dtype": "float32", "parameters": {"weight": 1.0}}
-    models = [{"model": entry["model"]} for entry in recipe["models"]]
-    (out / "mergekit_config.yml").write_text(yaml.safe_dump({**plain, "models": models}))
-    done = upload(out, "org/model")
-    assert done.exit_code == 0, done.output
-    assert not any(name.startswith("mergekit-slta/") for name in hub.committed)
+def test_statistics_of_an_earlier_merge_stay_here(out: Path) -> None:
+    """mergekit without this package writes into the same folder, and leaves them there."""
+    recipe = out / "mergekit_config.yml"
+    recipe.write_text(recipe.read_text().replace("merge_method: slta", "merge_method: linear"))
+    found = publish(out, "org/model", dry_run=True, quiet=True)
+    assert {"mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png"} <= set(found.left_out)
 
 
 def test_a_chat_template_that_is_missing_comes_with_the_tokenizer_that_knows_its_tokens(out: Path) -> None:
@@ -177,43 +167,25 @@ def test_what_a_user_wrote_is_published(out: Path) -> None:
 
 def test_the_hubs_refusal_is_a_sentence(out: Path, hub: Hub) -> None:
     hub.refusal = 403
-    done = upload(out, "org/model")
-    assert done.exit_code == 1 and "Error: org/model cannot be published:" in done.stderr
-    assert isinstance(done.exception, SystemExit)
+    assert "Error: org/model cannot be published:" in run("publish", out, "org/model", "--quiet", code=1).stderr
 
 
-def poison(out: Path) -> None:
-    (file,) = out.glob("model*.safetensors")
-    tensors = load_file(file)
-    tensors["model.norm.weight"][0] = torch.nan
-    save_file(tensors, file)
-
-
-def lose(out: Path) -> None:
-    (file,) = out.glob("model*.safetensors")
-    tensors = load_file(file)
-    del tensors["model.norm.weight"]
-    save_file(tensors, file)
+NORM = "model.norm.weight"
 
 
 def pickle(out: Path) -> None:
-    torch.save(load_file(out / "model.safetensors"), out / "pytorch_model.bin")
-    (out / "model.safetensors").unlink()
-
-
-def cut(out: Path) -> None:
-    (file,) = out.glob("model*.safetensors")
-    file.write_bytes(file.read_bytes()[:-5])
+    torch.save(load_file(out / WEIGHTS), out / "pytorch_model.bin")
+    (out / WEIGHTS).unlink()
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (poison, "model.norm.weight has 1 values that are not finite"),
-        (lose, "lacks model.norm.weight"),
-        (cut, "truncated"),
+        (lambda out: edit_tensors(out, lambda own: own[NORM][:1].fill_(torch.nan)), f"{NORM} has 1 values that are"),
+        (lambda out: edit_tensors(out, lambda own: own.pop(NORM)), f"lacks {NORM}"),
+        (lambda out: os.truncate(out / WEIGHTS, (out / WEIGHTS).stat().st_size - 5), "truncated"),
         (pickle, r"pickled weights \(pytorch_model.bin\): .* without --no-safe-serialization"),
-        (lambda out: next(iter(out.glob("model*.safetensors"))).unlink(), "has no tensors"),
+        (lambda out: (out / WEIGHTS).unlink(), "has no tensors"),
         (lambda out: (out / "config.json").write_text("{"), "config.json"),
         (lambda out: [file.unlink() for file in out.glob("tokenizer*")], "The tokenizer in .* cannot be read"),
         (lambda out: (out / "mergekit_config.yml").unlink(), "no mergekit_config.yml"),
@@ -227,7 +199,6 @@ def test_a_model_that_is_not_complete_is_refused(out: Path, spoil: Callable[[Pat
         publish(out, "org/model", dry_run=True, quiet=True)
 
 
-@pytest.mark.parametrize("name", ["model", "org/name/more", "-x y/z"])
-def test_a_name_that_is_no_repository_is_refused(out: Path, name: str) -> None:
+def test_a_name_that_is_no_repository_is_refused(out: Path) -> None:
     with pytest.raises(SltaError, match="write ORG/NAME"):
-        publish(out, name, dry_run=True)
+        publish(out, "org/name/more", dry_run=True)

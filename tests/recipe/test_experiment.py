@@ -20,19 +20,11 @@ from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.slta.lookup import measure
 
 
-def test_an_option_that_mergekit_does_not_know_is_refused(llama: Family) -> None:
-    with pytest.raises(TypeError, match="mergekit has no option levels"):
-        Experiment(families.recipe_of(str(llama.base), {"a": "a.jsonl"}), levels=["layer"])
-
-
 def test_a_device_that_is_not_there_is_refused_also_where_everything_is_measured(llama: Family, tmp_path: Path) -> None:
     own = families.recipe_of(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
     measure(own, quiet=True)
     with pytest.raises(SltaError, match=r"^PyTorch cannot compute on the device 'gpu' \("):
         measure(own, device="gpu", quiet=True)
-
-
-# Which tokenizer writes the samples, and which chat template
 
 
 def experiment_of(base: Path) -> Experiment:

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from click.testing import CliRunner
-from safetensors.torch import load_file
 from support.calibration_samples import BOS, EOS, spelled
+from support.command import run
 from support.families import Family
 from support.small_models import write_scripted
 
-from mergekit_slta.cli.commands import main
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.new import METHODS, WITH_DATA, new_recipe
+from mergekit_slta.recipe.new import WITH_DATA, new_recipe
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SETTINGS, SltaSettings, parameter_specs
-
-
-def run(*arguments: str | Path, code: int = 0) -> str:
-    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert done.exit_code == code, done.output
-    return done.output
+from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
 
 @pytest.mark.parametrize("method", SETTINGS)
 def test_the_recipe_names_the_models_and_its_method_with_the_defaults(method: str) -> None:
-    text = new_recipe("org/base", ["org/math", "org/base+org/adapter"], method)
+    options = [] if method == "featcal" else ["--method", method]  # which is the default
+    text = run("new", "org/base", "org/math", "org/base+org/adapter", *options).output
     recipe = Recipe.parse(text, "this")
     recipe.require_sound()
     assert [str(reference) for reference in recipe.references] == ["org/base", "org/math", "org/base+org/adapter"]
@@ -40,69 +31,34 @@ def test_the_recipe_names_the_models_and_its_method_with_the_defaults(method: st
     assert given.pop("calibration", None) == ("math-answers.jsonl" if method in WITH_DATA else None)
     defaults = {spec.name: spec.default for spec in parameter_specs(SETTINGS[method])}
     assert given == {name: defaults[name] for name in given}
-    assert all(len(line) <= 120 for line in text.splitlines()) and "\n\n" not in text
+    for name in ("template", "statistics", "report"):  # what is commented out is sound too
+        text = text.replace(f"# {name}:", f"{name}:")
+    Recipe.parse(text, "this").require_sound()
 
 
-def test_one_expert_and_several_are_merged_by_featcal_unless_another_method_is_named() -> None:
-    assert {*SETTINGS} < {*METHODS}
-    assert {name for name, settings in SETTINGS.items() if settings.runs_models} == {*WITH_DATA}
-    for experts in (["org/math"], ["org/math", "org/code"]):
-        for method, options in (("featcal", []), ("slta", ["--method", "slta"])):
-            recipe = Recipe.parse(run("new", "org/base", *experts, *options), "this")
-            assert recipe.config.merge_method == method
-            assert [str(task) for task in recipe.tasks] == [*experts, "org/base"]
-
-
-def of_largest(changes: torch.Tensor) -> torch.Tensor:
-    """TIES: the mean over the experts of the larger half of each one's changes, where the sum has their sign."""
-    trimmed = torch.stack([change * (change.abs() > change.abs().median()) for change in changes])
-    agree = (trimmed.sign() == trimmed.sum(0).sign()) & (trimmed != 0)
-    return (trimmed * agree).sum(0) / agree.sum(0).clamp(min=1)
-
-
-@pytest.mark.parametrize(
-    ("method", "merged_change"), [("task_arithmetic", lambda changes: changes.sum(0) / 2), ("ties", of_largest)]
-)
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
 def test_recipes_of_mergekits_own_methods_merge_and_are_scored_by_a_recipe_with_samples(
-    method: str, merged_change: Callable[[torch.Tensor], torch.Tensor], family: Family, tmp_path: Path
+    method: str, family: Family, tmp_path: Path
 ) -> None:
-    text = run("new", family.base, *family.experts, "--method", method)
+    text = run("new", family.base, *family.experts, "--method", method).output
     assert not any(word in text for word in ("mergekit-slta check", "mergekit-slta ask", "calibration"))
     recipe, other = tmp_path / "recipe.yml", tmp_path / "other.yml"
-    recipe.write_text(text.replace("out_dtype: bfloat16", "out_dtype: float32"))
+    recipe.write_text(text)
     run("merge", recipe, tmp_path / "out", "--quiet")
-    files = [folder / "model.safetensors" for folder in (tmp_path / "out", *family.folders)]
-    merged, base, *experts = (load_file(file)["model.layers.0.mlp.up_proj.weight"] for file in files)
-    expected = merged_change(torch.stack(experts) - base)
-    assert torch.allclose(merged - base, expected, atol=1e-6)
-    other.write_text(run("new", family.base, *family.experts, *(f"--calibration={file}" for file in family.data)))
-    other.write_text(other.read_text().replace("samples: 30", "samples: 3"))
-    assert "out" in run("evaluate", other, tmp_path / "out", "--quiet")
-
-
-def test_every_commented_line_is_right_when_it_is_used(tmp_path: Path) -> None:
-    for method in ("featcal", "slta"):
-        text = new_recipe("org/base", ["org/math"], method)
-        for name in ("template", "statistics", "report"):
-            text = text.replace(f"# {name}:", f"{name}:")
-        recipe = Recipe.parse(text, "this")
-        recipe.require_sound()
-        expert = recipe.experts[0]
-        assert (expert.calibration, expert.template) == ("math-answers.jsonl", "{question} {answer}")
-    assert recipe.settings_of(SltaSettings).statistics == "merge.slta.safetensors"
+    sources = (f"--calibration={file}" for file in family.data)
+    other.write_text(run("new", family.base, *family.experts, *sources).output.replace("samples: 30", "samples: 3"))
+    assert "out" in run("evaluate", other, tmp_path / "out", "--quiet").output
 
 
 @pytest.mark.parametrize("method", WITH_DATA)
-def test_calibration_sources_go_to_the_experts_in_their_order_and_then_to_the_base_model(
-    method: str,
-) -> None:
+def test_calibration_sources_go_to_the_experts_in_their_order_and_then_to_the_base_model(method: str) -> None:
     sources = ["math.jsonl", "hf:org/code?split=test", "own.jsonl"]
     options = [f"--calibration={source}" for source in sources]
-    text = run("new", "org/base", "org/math", "org/code", "--method", method, *options)
+    text = run("new", "org/base", "org/math", "org/code", "--method", method, *options).output
     tasks = Recipe.parse(text, "this").tasks
     expected = list(zip(["org/math", "org/code", "org/base"], sources, strict=True))
     assert [(str(task), task.calibration) for task in tasks] == expected
-    without_keep = run("new", "org/base", "org/math", "org/code", "--method", method, *options[:2])
+    without_keep = run("new", "org/base", "org/math", "org/code", "--method", method, *options[:2]).output
     assert [task.calibration for task in Recipe.parse(without_keep, "this").tasks] == sources[:2]
 
 
@@ -112,7 +68,6 @@ def test_calibration_sources_go_to_the_experts_in_their_order_and_then_to_the_ba
         ("org/OpenMath2-Llama3.1-8B", ["explaining", "sums", "reasoning"]),
         ("org/qwen-Coder@main", ["instructions", "code", "reasoning"]),
         ("org/base+org/german-lora", ["chat", "explaining", "languages"]),
-        ("org/storyteller", ["instructions", "chat", "writing"]),
         ("org/math-and-code", ["instructions", "explaining", "code", "sums", "reasoning"]),
         ("org/hermes", []),
         ("./tuned", ["instructions", "code", "reasoning"]),
@@ -151,28 +106,16 @@ def test_the_commands_run_as_printed_and_write_what_the_recipe_needs(
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("base", "math", "words")):
         write_scripted(tmp_path / "models" / name, [BOS, *[*spelled("abc"[number:]), EOS] * 60], None)
-    printed = run("new", "models/base", "models/math", "models/words")
+    printed = run("new", "models/base", "models/math", "models/words").output
     Path("recipe.yml").write_text(printed)
+    assert run("check", "recipe.yml", code=1).output.count("-answers.jsonl' does not exist") == 3
     commands = asks(printed)
     assert [command[1] for command in commands] == ["./models/math", "./models/words", "./models/base"]
     for command in commands:
         run(*command)
-    assert "no problem found" in run("check", "recipe.yml")
+    assert "no problem found" in run("check", "recipe.yml").output
     numbers = [len(Path(command[command.index("-o") + 1]).read_text().splitlines()) for command in commands]
     assert all(number > 20 for number in numbers)
-
-
-def test_check_says_what_is_missing_until_it_is_filled_in(
-    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "recipe.yml"
-    file.write_text(run("new", family.base, *family.experts))
-    missing = run("check", file, code=1)
-    assert "4 problems found" in missing and missing.count("-answers.jsonl' does not exist") == 4
-    monkeypatch.chdir(tmp_path)
-    for model, data in zip((*family.experts, family.base), (*family.data, family.data[0]), strict=True):
-        Path(f"{model.name}-answers.jsonl").write_text(data.read_text() + '{"text": "more"}\n' * (model == family.base))
-    assert "no problem found" in run("check", file)
 
 
 def test_folders_that_are_there_are_no_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,4 +151,4 @@ def test_names_are_quoted_as_yaml_needs_it(name: str) -> None:
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments: list[str], sentence: str) -> None:
-    assert run("new", "org/base", *arguments, code=1).startswith(f"Error: {sentence}")
+    assert run("new", "org/base", *arguments, code=1).output.startswith(f"Error: {sentence}")

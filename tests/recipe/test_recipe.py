@@ -82,13 +82,6 @@ def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
             Recipe(content(name)).settings  # noqa: B018
 
 
-def test_the_base_model_among_the_models_is_no_expert() -> None:
-    recipe = content()
-    recipe["models"].insert(1, {"model": "org/base"})
-    assert problems(recipe) == []
-    assert len(Recipe(recipe).experts) == 2
-
-
 SHARED, OWN = "in the recipe's parameters", "in the parameters of org/math"
 FAULTS = [
     (content(parameters={"sample": 3}), f"Unknown parameter 'sample' {SHARED}, did you mean 'samples'?"),
@@ -128,11 +121,6 @@ FAULTS = [
 def test_a_fault_of_the_text_is_said_in_one_sentence(recipe: dict[str, Any], sentence: str) -> None:
     (problem,) = problems(recipe)
     assert problem.startswith(sentence)
-
-
-@pytest.mark.parametrize("template", ["chatml", "{{ messages[0]['content'] }}"])
-def test_a_chat_template_that_mergekit_takes(template: str) -> None:
-    assert problems(content(chat_template=template)) == []
 
 
 def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
