@@ -18,32 +18,26 @@ TOLERANCE = 1e-12  # of float64 matrices: of the reference's norm, over the syst
 Matrices = list[torch.Tensor]
 
 
-def full(m: int, n: int) -> Matrices:
-    return [torch.randn(m, n) for _ in range(3)]
-
-
-def falling(m: int, n: int) -> Matrices:
+def falling(m: int, n: int) -> torch.Tensor:
     """Singular values that fall as those of trained task matrices do, which makes the system ill-conditioned."""
-    matrices = [torch.linalg.svd(torch.randn(m, n, dtype=torch.float64), full_matrices=False) for _ in range(3)]
-    return [(u * (torch.arange(len(s)) + 1.0) ** -1.5 @ v).float() for u, s, v in matrices]
-
-
-def unequal(m: int, n: int) -> Matrices:
-    return [1e-6 * torch.randn(m, n), torch.randn(m, n), 1e3 * torch.randn(m, n)]
-
-
-def untouched(m: int, n: int) -> Matrices:
-    return [torch.randn(m, n), torch.zeros(m, n), torch.randn(m, n)]
-
-
-def identical(m: int, n: int) -> Matrices:
-    return [torch.randn(m, n)] * 3
+    u, s, v = torch.linalg.svd(torch.randn(m, n, dtype=torch.float64), full_matrices=False)
+    return (u * (torch.arange(len(s)) + 1.0) ** -1.5 @ v).float()
 
 
 def adapters(m: int, n: int) -> Matrices:
     """LoRA of rank 4, as it comes back from a float32 checkpoint that it was added to."""
     base = 0.02 * torch.randn(m, n)
     return [(base + 0.01 * torch.randn(m, 4) @ torch.randn(4, n)) - base for _ in range(3)]
+
+
+KINDS: dict[str, Callable[[int, int], Matrices]] = {
+    "full": lambda m, n: [torch.randn(m, n) for _ in range(3)],
+    "falling": lambda m, n: [falling(m, n) for _ in range(3)],
+    "unequal": lambda m, n: [scale * torch.randn(m, n) for scale in (1e-6, 1, 1e3)],
+    "untouched": lambda m, n: [torch.randn(m, n), torch.zeros(m, n), torch.randn(m, n)],
+    "identical": lambda m, n: [torch.randn(m, n)] * 3,
+    "adapters": adapters,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,17 +48,12 @@ def seed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weights", [None, (1.0, 0.3, 2.5), (3.0, 1.0, 0.0)])
 @pytest.mark.parametrize("ridge", [1e-4, 10.0])
-@pytest.mark.parametrize("matrices", [full, falling, unequal, untouched, identical, adapters])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "n"), SHAPES)
 def test_equals_the_dense_solution(
-    m: int,
-    n: int,
-    matrices: Callable[[int, int], Matrices],
-    ridge: float,
-    weights: tuple[float, ...] | None,
-    dtype: torch.dtype,
+    m: int, n: int, kind: str, ridge: float, weights: tuple[float, ...] | None, dtype: torch.dtype
 ) -> None:
-    tasks = [task.to(dtype) for task in matrices(m, n)]
+    tasks = [task.to(dtype) for task in KINDS[kind](m, n)]
     wanted, found = dense_merge(tasks, ridge, weights or ()), merge_by_covariance(tasks, ridge, weights)
     assert found.change.dtype == dtype
     exact = [(weight, task.double()) for weight, task in zip(weights or [1.0] * 3, tasks, strict=True) if task.any()]

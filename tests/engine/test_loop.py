@@ -15,7 +15,6 @@ from support.families import Family
 from tqdm import tqdm
 
 from mergekit_slta.engine import loop as module
-from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.evaluation.evaluate import evaluate
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
@@ -36,19 +35,6 @@ def lines(shown: io.StringIO) -> list[str]:
     return [line.strip() for line in re.split(r"[\r\n]+", shown.getvalue()) if line.strip()]
 
 
-def test_layers_and_prompts_are_counted_and_a_run_may_begin_again(shown: io.StringIO) -> None:
-    with layer_bar("Measuring", ["base", "math"], 2, 3, quiet=False) as progress:
-        for prompts in (2, 1, -3, 3, 3):
-            progress(prompts)
-    assert [line.split("|")[0] for line in lines(shown)] == [
-        "Measuring: loading base, math:   0%",
-        "Measuring: layer 1 of 2, 2 of 3 prompts:  33%",
-        "Measuring: layer 1 of 2, 3 of 3 prompts:  50%",
-        "Measuring: layer 1 of 2, 3 of 3 prompts:  50%",  # again
-        "Measuring: layer 2 of 2, 3 of 3 prompts: 100%",
-    ]
-
-
 @pytest.mark.parametrize(
     ("doing", "models", "run"),
     [
@@ -58,13 +44,7 @@ def test_layers_and_prompts_are_counted_and_a_run_may_begin_again(shown: io.Stri
     ],
 )
 def test_what_runs_models_says_what_it_loads_and_ends_with_all_prompts(
-    doing: str,
-    models: int,
-    run: Run,
-    llama: Family,
-    tmp_path: Path,
-    shown: io.StringIO,
-    monkeypatch: pytest.MonkeyPatch,
+    doing: str, models: int, run: Run, llama: Family, shown: io.StringIO
 ) -> None:
     data = {str(expert): str(file) for expert, file in zip(llama.experts[:2], llama.data[:2], strict=True)}
     with warnings.catch_warnings():
@@ -78,12 +58,9 @@ def test_what_runs_models_says_what_it_loads_and_ends_with_all_prompts(
     assert all(int(re.findall(r"(\d+)%", line)[0]) <= 100 for line in said)
 
 
-def test_a_feature_merge_says_which_maps_of_which_layer_it_solves(
-    llama: Family, tmp_path: Path, shown: io.StringIO
-) -> None:
+def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Path, shown: io.StringIO) -> None:
     families.merge(families.recipe(llama, "featcal", experts=[0, 1], samples=3), tmp_path / "out", quiet=False)
-    said = lines(shown)
-    layers = llama.config.num_hidden_layers
+    said, layers = lines(shown), llama.config.num_hidden_layers
     assert said[0].startswith("Solving: loading ") and llama.experts[1].name in said[0]
     assert any(line.startswith(f"Solving: layer {layers} of {layers}, ") for line in said)
     assert said[-1].split("|")[0].endswith(": 100%")

@@ -15,22 +15,15 @@ import torch
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families
-from support.families import Family
+from support.families import Family, Interrupted, after_layer
 
 from mergekit_slta.engine.partial import LOCK, RUN, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.grams import LayerFeatures
 from mergekit_slta.slta.lookup import measured_statistics
 
 LEVELS = ("layer", "attn_mlp")
 DEEP = 6
-
-Tensors = dict[str, torch.Tensor]
-
-
-class Interrupted(Exception):
-    """Stands for whatever ends a process."""
 
 
 def partial_of(path: Path) -> Path:
@@ -45,19 +38,6 @@ def begun(folder: Path, run: str = "") -> Partial:
     return partial
 
 
-def interrupted_after(last: int) -> pytest.MonkeyPatch:
-    """While the patch holds, a run ends when it has written a layer."""
-    finish_layer, patch = Partial.finish_layer, pytest.MonkeyPatch()
-
-    def interrupt(self: Partial, layer: int, tensors: Tensors) -> None:
-        finish_layer(self, layer, tensors)
-        if layer == last:
-            raise Interrupted
-
-    patch.setattr(Partial, "finish_layer", interrupt)
-    return patch
-
-
 # In this process
 
 
@@ -70,27 +50,18 @@ def interrupted_after(last: int) -> pytest.MonkeyPatch:
     ids=str,
 )
 def test_finished_layers_are_not_measured_again(
-    architecture: str, levels: tuple[str, ...], finished: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, levels: tuple[str, ...], finished: int, tmp_path: Path
 ) -> None:
     family = families.make_family(tmp_path / "models", families.config_of(architecture, num_hidden_layers=4))
     expected = families.measure(family, *levels, batch_tokens=1)
     partial = begun(tmp_path / "partial")
-    patch = interrupted_after(finished - 1)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted), after_layer(finished - 1):
         families.measure(family, *levels, batch_tokens=1, partial=partial)
-    patch.undo()
-    measured: set[int] = set()
-    grams_of = LayerFeatures.grams
-
-    def noting(self: LayerFeatures, *arguments: Any) -> Any:
-        measured.add(self.layer)
-        return grams_of(self, *arguments)
-
-    monkeypatch.setattr(LayerFeatures, "grams", noting)
+    written = {file: file.stat().st_mtime_ns for file in partial.folder.glob("layer-*")}
     LoaderCache.loaders.clear()
     steps: list[int] = []
     grams = families.measure(family, *levels, batch_tokens=1, partial=begun(partial.folder), progress=steps.append)
-    assert measured == set(range(finished, 4))
+    assert len(written) == finished and written == {file: file.stat().st_mtime_ns for file in written}
     assert sum(steps) == 4 * sum(map(len, family.token_ids()))
     assert set(grams) == set(expected)
     assert all(torch.equal(grams[name], expected[name]) for name in expected)
@@ -196,10 +167,8 @@ def test_killed_after_a_layer(forks: ForkServerContext, family: Family, uninterr
 def left(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that an interrupted calibration leaves."""
     path = tmp_path_factory.mktemp("interrupted") / "stats.safetensors"
-    patch = interrupted_after(DEEP - 2)
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted), after_layer(DEEP - 2):
         measure(recipe(family), path)
-    patch.undo()
     return partial_of(path)
 
 
@@ -212,28 +181,19 @@ def interrupted(left: Path, tmp_path: Path) -> Path:
     return path
 
 
-def cut(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[:-8])
-
-
-def no_header(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def other_shape(file: Path) -> None:
-    save_file({name: tensor[:1].clone() for name, tensor in load_file(file).items()}, file)
-
-
-def lost_tensor(file: Path) -> None:
-    save_file(dict(list(load_file(file).items())[1:]), file)
+DAMAGES: list[Callable[[Path], object]] = [
+    lambda file: file.write_bytes(file.read_bytes()[:-8]),
+    lambda file: file.write_bytes(b""),
+    lambda file: save_file({name: tensor[:1].clone() for name, tensor in load_file(file).items()}, file),
+    lambda file: save_file(dict(list(load_file(file).items())[1:]), file),
+    Path.unlink,
+]
 
 
 def test_layers_whose_files_are_damaged_are_computed_again(
     family: Family, interrupted: Path, uninterrupted: bytes
 ) -> None:
-    damages: list[Callable[[Path], None]] = [cut, no_header, other_shape, lost_tensor, Path.unlink]
-    for layer, damage in enumerate(damages):
+    for layer, damage in enumerate(DAMAGES):
         damage(partial_of(interrupted) / f"layer-{layer:04d}.safetensors")
     measure(recipe(family), interrupted)
     assert interrupted.read_bytes() == uninterrupted

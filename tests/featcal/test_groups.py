@@ -6,21 +6,15 @@ reference, which has them in a table made by hand.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-import transformers
 from support import families
 from support.architecture_scan import small_decoder
 
 from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, kept_in_words
 from mergekit_slta.layers.decoder import INPUT
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.trace import trace, trace_model
 
 ATTENTION = ("self_attn.q_proj/k_proj/v_proj", "self_attn.o_proj")
-LLAMA = (*ATTENTION, "mlp.gate_proj/up_proj", "mlp.down_proj")
 ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODAL)
 
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.
@@ -55,49 +49,8 @@ def test_what_is_kept_are_routers_and_experts_that_cannot_be_called(architecture
     assert kept == KEPT.get(architecture, set())
 
 
-class Mixture(torch.nn.Module):
-    """Two experts of numbered modules, each called with the tokens that go to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        flat, summed = hidden.flatten(0, 1), torch.zeros_like(hidden).flatten(0, 1)
-        for number, expert in enumerate(self.experts):
-            rows = ((flat[:, 0] > 0) == bool(number)).nonzero().flatten()
-            summed = summed.index_add(0, rows, expert(flat[rows]))
-        return summed.view_as(hidden)
-
-
-def test_a_mixtures_experts_that_are_modules_of_their_own_are_kept() -> None:
-    class Model(transformers.LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            for layer in self.model.layers:
-                layer.mlp = Mixture()
-
-    with torch.device("meta"):
-        model = Model(families.config_of("llama")).eval()
-    found = find_groups(trace_model(model), 0)
-    assert tuple(map(str, found.groups)) == ATTENTION
-    assert found.kept == {
-        f"mlp.experts.{expert}": "in a module that is given some of the tokens only" for expert in (0, 1)
-    }
-
-
-def test_maps_of_equal_sizes_that_are_given_different_tensors_stay_apart() -> None:
-    """Whatever the sizes: here every matrix of the layer is square."""
-    decoder = families.skeleton("llama", intermediate_size=32, num_key_value_heads=4)
-    assert tuple(map(str, find_groups(decoder, 0).groups)) == LLAMA
-
-
 def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
-    config = transformers.JetMoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_key_value_heads=2, kv_channels=8,
-        num_local_experts=4, architectures=["JetMoeForCausalLM"],
-    )  # fmt: skip
-    found = find_groups(trace(config), 0)
+    found = find_groups(small_decoder("jetmoe", "JetMoeForCausalLM"), 0)
     assert [str(group) for group in found.groups] == ["self_attention.kv_proj"]
     routers, stacks = (
         [f"{mixture}.{name}" for mixture in ("mlp", "self_attention.experts") for name in names]

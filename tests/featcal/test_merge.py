@@ -18,7 +18,7 @@ from support import depths, families, featcal_reference
 from support.copies import edit_tensors
 from support.families import ARCHITECTURES, CURRENT, LAYERS, MULTIMODAL, UNSPLIT, Family
 from support.memory import peak_of
-from support.reference import forget
+from support.reference import forget, layer_outputs
 from support.rounding import rounding
 from support.slow import slow_but
 
@@ -69,34 +69,33 @@ def logits(model: Any, state: State, tasks: Tasks) -> torch.Tensor:
 # The reference
 
 
+FEWER_TOKENS = {"records": 2, "longest": 8}  # in all, than the dimensions of every input
+
+
 @pytest.mark.parametrize(
-    "architecture",
+    ("architecture", "data", "ridge"),
     [
-        *(name for name in featcal_reference.GROUPS if name != "longcat_flash"),
-        pytest.param("longcat_flash", marks=pytest.mark.slow),  # it has many groups of maps
+        *((name, {"records": 4, "longest": 16}, 0.1) for name in featcal_reference.GROUPS if name != "longcat_flash"),
+        # it has many groups of maps
+        pytest.param("longcat_flash", {"records": 4, "longest": 16}, 0.1, marks=pytest.mark.slow),
+        ("mixtral", FEWER_TOKENS, 0.05),
     ],
 )
-def test_equals_the_reference(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family(architecture, records=4, longest=16)
+def test_equals_the_reference(
+    architecture: str, data: dict[str, int], ridge: float, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture, **data)
     base, *experts = family.models()
     tasks = family.token_ids()
+    assert (sum(len(ids) for task in tasks for ids in task) < 32) == (data is FEWER_TOKENS)
     anchor = families.actmat_state(family)
-    expected = featcal_reference.merge(base, experts, tasks, architecture, anchor)
-    found = merged_tensors(family, tmp_path, batch_tokens=50)
+    expected = featcal_reference.merge(base, experts, tasks, architecture, anchor, ridge=ridge)
+    found = merged_tensors(family, tmp_path, batch_tokens=50, ridge=ridge)
     before = {name: anchor[name].double() for name, _ in base.named_parameters()}  # shared ones by their first name
     assert worst(before | found, expected) < TOLERANCE
     # Not the anchor that a solution is compared with, either.
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, expected[name])}
     assert changed == solved_names(trace(family.config))
-
-
-def test_fewer_tokens_than_dimensions_give_the_same_merge(make_family: MakeFamily, tmp_path: Path) -> None:
-    family = make_family("mixtral", records=2, longest=8)
-    base, *experts = family.models()
-    tasks, anchor = family.token_ids(), families.actmat_state(family)
-    assert sum(len(ids) for task in tasks for ids in task) < 32  # the dimensions of every input
-    expected = featcal_reference.merge(base, experts, tasks, "mixtral", anchor, ridge=0.05)
-    assert worst(anchor | merged_tensors(family, tmp_path, batch_tokens=8, ridge=0.05), expected) < TOLERANCE
 
 
 def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
@@ -217,21 +216,6 @@ def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
 # How far the features are
 
 
-def layer_outputs(model: Any, ids: list[int]) -> list[torch.Tensor]:
-    """What each layer gives [S, D] on a sample."""
-    outputs: list[torch.Tensor] = []
-
-    def note(module: Any, arguments: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output)[0])
-
-    hooks = [layer.register_forward_hook(note) for layer in model.model.layers]
-    with torch.no_grad():
-        model(torch.tensor([ids]), use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return outputs
-
-
 def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tensor:
     """The mean relative error [L, T] of a model with the tensors ``state``, from whole models in float64."""
     merged, *experts = models
@@ -240,8 +224,8 @@ def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tenso
     for expert, samples in zip(experts, tasks, strict=True):
         tokens = []
         for ids in samples:
-            pairs = zip(layer_outputs(merged, ids), layer_outputs(expert, ids), strict=True)
-            tokens.append(torch.stack([(found - own).norm(dim=1) / own.norm(dim=1) for found, own in pairs]))
+            outputs = (layer_outputs(model, torch.tensor([ids]), "model.layers") for model in (merged, expert))
+            tokens.append(torch.cat([(x - own).norm(dim=2) / own.norm(dim=2) for x, own in zip(*outputs, strict=True)]))
         errors.append(torch.cat(tokens, 1).nan_to_num(torch.nan, torch.nan).nanmean(1))
     return torch.stack(errors, 1)
 

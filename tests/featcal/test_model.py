@@ -148,14 +148,6 @@ def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[int
 # Tensors
 
 
-def test_a_mixtures_experts_are_cut_as_the_base_model_stores_them(make_family: MakeFamily, tmp_path: Path) -> None:
-    found = solve(recipe(make_family("mixtral", records=3)), tmp_path)
-    whole = families.solved_tensors(tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
-    names = [name for name in found.layout.pieces if ".layers.0." in name and ".experts.1.w" in name]
-    gate, _, up = (found.tensor(name) for name in sorted(names))
-    assert torch.equal(torch.cat([gate, up]), whole[1])  # type: ignore[list-item]
-
-
 def test_a_tied_head_stays_without_a_word(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,7 @@ from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import embed, logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall
-from mergekit_slta.layers.trace import trace, trace_model
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import LEVELS
 
 LENGTHS = (9, 5)
@@ -50,24 +50,8 @@ def embedded(decoder: Decoder, state: State, ids: torch.Tensor) -> tuple[torch.T
     return embed(decoder, ids, edges_of(decoder, state))
 
 
-def layer_outputs(model: Any, path: str, ids: torch.Tensor) -> list[torch.Tensor]:
-    """The output of each layer in the model's own forward pass on one sample."""
-    found: list[torch.Tensor] = []
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
-
-    hooks = [layer.register_forward_hook(keep) for layer in model.get_submodule(path)]
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
     config = families.config_of("mixtral", dtype="bfloat16")
-    config.architectures = ["MixtralForCausalLM"]
     before = copy.deepcopy(vars(config))
     trace(config)
     assert vars(config) == before
@@ -82,7 +66,7 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
     expected = []
     for row, length in enumerate(LENGTHS):
         reference.forget(model)
-        expected.append(layer_outputs(model, decoder.layers_path, ids[row : row + 1, :length]))
+        expected.append(reference.layer_outputs(model, ids[row : row + 1, :length], decoder.layers_path))
     for rows in ((0,), (1,)) if padding_matters(decoder, LENGTHS) else ((0, 1),):
         hidden, calls = embedded(decoder, state, ids[list(rows), : max(LENGTHS[row] for row in rows)])
         assert len(decoder) == len(calls) == LAYERS
@@ -142,7 +126,8 @@ def test_a_wrapper_for_images_runs_on_text(config: transformers.PretrainedConfig
     ids = padded_ids()[:1]
     hidden, calls = embedded(decoder, state, ids)
     assert (decoder.body is decoder.tower is not decoder.model.base_model) == bool(tower)
-    expected = layer_outputs(model.get_submodule(tower), decoder.layers_path.removeprefix(f"{tower}."), ids)
+    path = decoder.layers_path.removeprefix(f"{tower}.")
+    expected = reference.layer_outputs(model.get_submodule(tower), ids, path)
     for layer in range(len(decoder)):
         hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
         assert torch.allclose(hidden, expected[layer], atol=TOLERANCE)
@@ -165,14 +150,6 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
     assert not torch.allclose(first, other, atol=TOLERANCE)  # that it is such a model
     assert not decoder.form.causal
     assert padding_matters(decoder, (3, 5))
-
-
-def test_a_norm_inside_attention_belongs_to_attention() -> None:
-    closed = small_decoder("blip", "BlipForConditionalGeneration")  # a child of it is called output
-    found = closed.structures[0]
-    assert found.boundary == "attention"
-    unused = {"crossattention"}
-    assert found.branches == {"attn": {"attention"} | unused, "mlp": {"intermediate", "output"} | unused}
 
 
 @pytest.mark.parametrize(
@@ -200,12 +177,10 @@ class Twice(torch.nn.Module):
 
 
 def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -> None:
-    class Model(transformers.LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model.layers[1] = Twice(self.model.layers[1])
+    def change(layers: torch.nn.ModuleList) -> None:
+        layers[1] = Twice(layers[1])
 
-    decoder = trace_model(on_meta(Model, families.config_of("llama", architectures=["LlamaForCausalLM"])))
+    decoder = families.traced(families.changed_llama(change))
     assert decoder.structures[0].branches and not decoder.structures[1].branches
     for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
         assert decoder.submodules(level, 1) == parts
@@ -217,11 +192,6 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
             f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
             "told apart."
         )
-
-
-def on_meta(kind: Any, config: Any) -> Any:
-    with torch.device("meta"):
-        return kind(config).eval()
 
 
 @pytest.mark.parametrize(
@@ -249,16 +219,7 @@ def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
     assert decoder.submodules("linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": families.VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "pad_token_id": families.PAD,
-}
+SMALL: dict[str, Any] = families.GROUPED | {"head_dim": 8}
 
 # What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
@@ -284,12 +245,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 
 
 def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
-    config = transformers.JetMoeConfig(**SMALL, kv_channels=8, num_local_experts=4, architectures=["JetMoeForCausalLM"])
-    decoder = trace(config)
+    decoder = small_decoder("jetmoe", "JetMoeForCausalLM")
     assert decoder.submodules("head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
     (fallback,) = decoder.fallbacks("head_mlp")
     assert str(fallback) == (
-        "Level head_mlp falls back to level attn_mlp in layers 0 to 2 (JetMoeDecoderLayer): its heads cannot be told "
+        "Level head_mlp falls back to level attn_mlp in layers 0 to 3 (JetMoeDecoderLayer): its heads cannot be told "
         "apart by its linear maps."
     )
 

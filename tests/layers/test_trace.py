@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import families
 
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
-from mergekit_slta.layers.decoder import INPUT, Decoder
-from mergekit_slta.layers.trace import trace_model
+from mergekit_slta.layers.decoder import Decoder
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.
@@ -37,15 +35,14 @@ def one_after_the_other(x: torch.Tensor, attend: Part, feed: Part) -> torch.Tens
     return x + feed(x)
 
 
-# With the constants of both branches, in units of the input's.
-SUMS: dict[str, tuple[Between, float, float]] = {
-    "one after the other": (lambda x, attend, feed, weight: one_after_the_other(x, attend, feed), 1.0, 1.0),
-    "side by side": (lambda x, attend, feed, weight: x + attend(x) + feed(x), 1.0, 1.0),
-    "in place": (added_in_place, 1.0, 1.0),
-    "into a part": (written_into_a_part, 1.0, 1.0),
-    "scaled": (lambda x, attend, feed, weight: x + attend(x) * 0.25 - 2.0 * feed(x), 0.25, -2.0),
-    "the input scaled": (lambda x, attend, feed, weight: 0.5 * x + attend(x) + feed(x), 2.0, 2.0),
-    "all scaled by a weight": (lambda x, a, f, weight: one_after_the_other(x, a, f) * weight.mean(), 1.0, 1.0),
+SUMS: dict[str, Between] = {
+    "one after the other": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed),
+    "side by side": lambda x, attend, feed, weight: x + attend(x) + feed(x),
+    "in place": added_in_place,
+    "into a part": written_into_a_part,
+    "scaled": lambda x, attend, feed, weight: x + attend(x) * 0.25 - 2.0 * feed(x),
+    "the input scaled": lambda x, attend, feed, weight: 0.5 * x + attend(x) + feed(x),
+    "all scaled by a weight": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed) * weight.mean(),
 }
 OTHERS: dict[str, Between] = {
     "a branch scaled by a weight": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight.mean(),
@@ -79,36 +76,26 @@ class Layer(torch.nn.Module):
 
 
 def decoder_of(between: Between) -> Decoder:
-    class Model(transformers.LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model.layers = torch.nn.ModuleList([Layer(layer, between) for layer in self.model.layers])
+    def change(layers: torch.nn.ModuleList) -> None:
+        for number, layer in enumerate(layers):
+            layers[number] = Layer(layer, between)
 
-    with torch.device("meta"):
-        model: Any = Model(families.config_of("llama", architectures=["LlamaForCausalLM"])).eval()
-    return trace_model(model)
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_a_sum_is_known_by_its_constants(name: str) -> None:
-    between, attention, mlp = SUMS[name]
-    found = decoder_of(between).structures[0]
-    assert found.summands == pytest.approx({INPUT: 1.0, "self_attn": attention, "mlp": mlp})
-    assert found.mixers == {"self_attn"}
-    branches = {name: children - {"weight"} for name, children in found.branches.items()}
-    assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
+    return families.traced(families.changed_llama(change))
 
 
 @pytest.mark.parametrize("name", [*SUMS, *OTHERS])
 @torch.no_grad()
 def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None:
-    decoder = decoder_of(OTHERS[name] if name in OTHERS else SUMS[name][0])
+    decoder = decoder_of((SUMS | OTHERS)[name])
     weights, hidden, call = made_up_layer(decoder, 0)
     others = {**random_numbers(decoder.layers[0].state_dict(), decoder.device, seed=1), "weight": weights["weight"]}
     base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
     unit = {"the input scaled": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
     found = decoder.structures[0].change("layer", run, base)
     assert torch.allclose(unit * found, run.output - base.output, atol=1e-5)
+    if name in SUMS:
+        branches = {branch: children - {"weight"} for branch, children in decoder.structures[0].branches.items()}
+        assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
 
 
 def test_a_layer_that_refuses_changed_outputs_is_not_split() -> None:

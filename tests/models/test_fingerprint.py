@@ -2,19 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import save_file
 from support.adapters import write_adapter
 from support.copies import edited
-from support.families import Family
+from support.families import Family, checkpoint
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
@@ -28,10 +27,6 @@ DTYPES = [
 def lora_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where mergekit merges adapters, which a merge would have told its loader."""
     monkeypatch.setattr(LoaderCache(), "lora_cache_dir", str(tmp_path / "loras"))
-
-
-def opened(folder: Path | str) -> Checkpoint:
-    return Checkpoint(ModelReference.model_validate(str(folder)))
 
 
 def test_published_fingerprints_still_fit_their_models(tmp_path: Path) -> None:
@@ -58,26 +53,20 @@ def test_published_fingerprints_still_fit_their_models(tmp_path: Path) -> None:
 
 
 def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) -> None:
-    def scale(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[ATTENTION] *= 1.001
-
-    def rename(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["other"] = tensors.pop(ATTENTION)
-
-    def reshape(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[ATTENTION] = tensors[ATTENTION].view(16, 64)
-
-    def round_off(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[ATTENTION] = tensors[ATTENTION].bfloat16()
-
-    folders = [edited(llama.base, tmp_path / edit.__name__, edit) for edit in (scale, rename, reshape, round_off)]
-    found = [opened(folder).fingerprint() for folder in (*llama.folders, *folders)]
+    edits: list[Callable[[dict[str, torch.Tensor]], object]] = [
+        lambda tensors: tensors[ATTENTION].mul_(1.001),
+        lambda tensors: tensors.update(other=tensors.pop(ATTENTION)),
+        lambda tensors: tensors.update({ATTENTION: tensors[ATTENTION].view(16, 64)}),
+        lambda tensors: tensors.update({ATTENTION: tensors[ATTENTION].bfloat16()}),
+    ]
+    folders = [edited(llama.base, tmp_path / str(number), edit) for number, edit in enumerate(edits)]
+    found = [checkpoint(folder).fingerprint() for folder in (*llama.folders, *folders)]
     assert len(set(found)) == len(found)
 
 
 def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
     def fingerprint(base: Path, adapter: Path) -> str:
-        return opened(f"{base}+{adapter}").fingerprint()
+        return checkpoint(f"{base}+{adapter}").fingerprint()
 
     first = write_adapter(llama.base, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
@@ -89,7 +78,7 @@ def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Pa
     scaled.write_text(json.dumps(json.loads(scaled.read_text()) | {"lora_alpha": 40}))
     retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
     found = [fingerprint(llama.base, adapter) for adapter in (first, copy, retrained)]
-    found += [fingerprint(llama.experts[0], first), opened(llama.base).fingerprint()]
+    found += [fingerprint(llama.experts[0], first), checkpoint(llama.base).fingerprint()]
     assert len(set(found)) == len(found)
 
 
@@ -97,9 +86,9 @@ def test_a_models_own_code_has_a_stamp(llama: Family, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(llama.base, tmp_path / "model"))
     code = folder / "modeling_own.py"
     code.write_text("scale = 1\n")
-    before, model = opened(folder).stamps, opened(folder)
+    before, model = checkpoint(folder).stamps, checkpoint(folder)
     model.open()
     code.write_text("scale = 20\n")
-    assert opened(folder).stamps != before
+    assert checkpoint(folder).stamps != before
     with pytest.raises(SltaError, match="have changed while they were read"):
         model.refuse_changes()

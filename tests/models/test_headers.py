@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
 from safetensors.torch import load_file, save_file
-from support.copies import pickled
+from support.copies import pickled, sharded
+from support.examining import edit_config
 from support.families import Family
 from support.hub import Hub, serve
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import (
-    TensorHeader,
-    file_headers,
-    folder_headers,
-    local_folder,
-    open_model,
-)
+from mergekit_slta.models.headers import TensorHeader, folder_headers, local_folder, open_model
 
 
 @pytest.fixture
@@ -36,40 +29,10 @@ def folder(llama: Family, tmp_path: Path) -> Path:
     return Path(shutil.copytree(llama.base, tmp_path / "model"))
 
 
-def headers_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorHeader]:
-    return {
-        name: TensorHeader(tuple(tensor.shape), tensor.nbytes, tensor.dtype is torch.int64)
-        for name, tensor in tensors.items()
-    }
-
-
-def shard(folder: Path) -> dict[str, str]:
-    """Split a folder's weights over two files with an index; returns the index's map."""
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    places = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
-    for place in set(places.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if places[name] == place}, folder / place)
-    file.unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    return places
-
-
 def refusal(folder: Path | str) -> str:
     with pytest.raises(SltaError) as error:
         open_model(ModelReference.parse(str(folder)))
     return error.value.message
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
-def test_headers_of_other_types_and_shapes(dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {"scalar": torch.tensor(1).to(dtype), "cube": torch.ones(2, 3, 4, dtype=dtype)}
-    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
-    torch.save({"state_dict": tensors}, tmp_path / "x.bin")
-    for name in ("x.safetensors", "x.bin"):
-        found = file_headers(tmp_path / name)
-        assert found == headers_of(tensors)
-        assert found["cube"].count == math.prod((2, 3, 4))
 
 
 def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> None:
@@ -91,36 +54,26 @@ def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
     assert refusal("org/none") == said
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
-
-
 def with_own_code(folder: Path) -> None:
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
     (folder / "config.json").write_text(json.dumps(own))
     (folder / "configuration_mine.py").write_text("raise SystemExit")
 
 
-def lose_a_shard(folder: Path) -> None:
-    shard(folder)
-    (folder / "model-1.safetensors").unlink()
+SHARD = "model-00002-of-00006.safetensors"
+
+
+def shard(folder: Path) -> Path:
+    """Split a folder's weights over several files; returns their index."""
+    sharded(folder, folder)
+    (folder / "model.safetensors").unlink()
+    return folder / "model.safetensors.index.json"
 
 
 def add_to_index(folder: Path) -> None:
-    places = shard(folder) | {"model.extra": "model-0.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
-
-def break_index(folder: Path) -> None:
-    shard(folder)
-    (folder / "model.safetensors.index.json").write_text("{")
-
-
-def keep_the_whole(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    shard(folder)
-    (folder / "model.safetensors").write_bytes(content)
+    index = shard(folder)
+    places = json.loads(index.read_text())["weight_map"] | {"model.extra": SHARD}
+    index.write_text(json.dumps({"weight_map": places}))
 
 
 def run_code_in_pickle(folder: Path) -> None:
@@ -145,11 +98,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.safetensors"),
         "has no tensors: mergekit needs model.safetensors or pytorch_model.bin",
     ),
-    "a missing shard": (lose_a_shard, "lacks model-1.safetensors, which its index names: complete the download."),
-    "a missing tensor": (add_to_index, "model-0.safetensors lacks model.extra, which the index expects there"),
-    "an index without JSON": (break_index, "model.safetensors.index.json cannot be read"),
+    "a missing shard": (
+        lambda folder: shard(folder).with_name(SHARD).unlink(),
+        f"lacks {SHARD}, which its index names: complete the download.",
+    ),
+    "a missing tensor": (add_to_index, f"{SHARD} lacks model.extra, which the index expects there"),
+    "an index without JSON": (
+        lambda folder: shard(folder).write_text("{"),
+        "model.safetensors.index.json cannot be read",
+    ),
     "two sets": (
-        keep_the_whole,
+        lambda folder: sharded(folder, folder),
         "are two sets of tensors; transformers reads the first, mergekit the second",
     ),
     "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
@@ -187,10 +146,10 @@ def opened(name: str) -> dict[str, tuple[int, ...]] | str:
 def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: MakeFamily) -> None:
     family = make_family(experts=2)
     organization = hub.root / "org"
-    for name, folder in zip(("whole", "sharded", "empty"), family.folders, strict=False):
+    for name, folder in zip(("whole", "empty"), family.folders, strict=False):
         shutil.copytree(folder, organization / name)
     pickled(family.base, organization / "pickled")
-    shard(organization / "sharded")
+    sharded(family.folders[1], organization / "sharded")
     (organization / "empty" / "model.safetensors").unlink()
 
     shapes = {name: header.shape for name, header in folder_headers(family.base).items()}

@@ -15,8 +15,8 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import depths, families, reference
 from support.copies import edit_tensors
-from support.families import LAYERS, Family
-from support.reference import gram_difference, largest_difference
+from support.families import LAYERS, ORIGINAL_CONTEXT, Family
+from support.reference import largest_difference
 from support.slow import slow_but
 
 from mergekit_slta.errors import SltaError
@@ -52,13 +52,26 @@ def test_batches_and_their_padding_do_not_matter(architecture: str, make_family:
     assert (alphas(together, tasks) - alphas(one_by_one, tasks)).abs().max() < 1e-5
 
 
-def test_a_sample_whose_tokens_see_later_ones_is_measured_alone(make_family: MakeFamily) -> None:
-    family = make_family(families.config_of("gemma3", use_bidirectional_attention=True), longest=30)
-    tasks = family.token_ids()
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+SHORT = {"max_position_embeddings": ORIGINAL_CONTEXT}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("llama", SHORT | {"rope_parameters": DYNAMIC}),
+        ("gemma3", SHORT | {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}}),
+    ],
+)
+def test_no_sample_sees_the_padding_or_the_length_of_another(
+    architecture: str, changes: dict[str, Any], make_family: MakeFamily
+) -> None:
+    """Where tokens see later ones, and where rotary embeddings depend on the longest sample."""
+    family = make_family(families.config_of(architecture, **changes), longest=30)
     grams = families.measure(family, "layer")
-    expected = reference.deltas(family.models(), tasks, "layer", reference.SPLITS["gemma3"])
-    for name, deltas in expected.items():
-        assert gram_difference(grams[name], deltas.grams()) < 1e-4, name
+    expected = reference.deltas(family.models(), family.token_ids(), "layer", reference.SPLITS[architecture])
+    assert largest_difference(grams, {name: deltas.grams() for name, deltas in expected.items()}) < 1e-4
 
 
 def test_every_tensor_is_read_once(llama: Family) -> None:

@@ -1,6 +1,7 @@
 """A mixture whose experts are numbered modules, each called with the tokens that go to it, as in models' own code.
 
-The rows that reach such a module do not say which samples they are of, so the layer is measured as a whole.
+The rows that reach such a module do not say which samples they are of, so the layer is measured as a whole, and featcal
+keeps the experts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import families
 from support.families import Family
 
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace_model
+from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.nonlinearity.interpolation import Interpolation
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.solver import solve
@@ -55,13 +54,11 @@ MLPS = {"numbers": lambda: Mixture(""), "words": lambda: Mixture("expert_"), "fi
 
 
 def model_class(mlp: str) -> Any:
-    class Model(transformers.LlamaForCausalLM):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            for layer in self.model.layers[1:]:
-                layer.mlp = MLPS[mlp]()
+    def change(layers: Any) -> None:
+        for layer in layers[1:]:
+            layer.mlp = MLPS[mlp]()
 
-    return Model
+    return families.changed_llama(change)
 
 
 def write_models(mlp: str, folder: Path) -> Family:
@@ -77,16 +74,10 @@ def write_models(mlp: str, folder: Path) -> Family:
     return Family(folder / "base", (folder / "expert0", folder / "expert1"), data, model.config)
 
 
-def traced(mlp: str) -> Decoder:
-    with torch.device("meta"):
-        model = model_class(mlp)(families.config_of("llama"))
-    return trace_model(model.eval())
-
-
 @pytest.mark.parametrize("mlp", MLPS)
 def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_path: Path) -> None:
     """The Gram matrices from batches of several samples are those of each sample alone, in studies of linearity too."""
-    family, decoder = write_models(mlp, tmp_path), traced(mlp)
+    family, decoder = write_models(mlp, tmp_path), families.traced(model_class(mlp))
     models, tasks = families.checkpoints(family.folders), family.token_ids()
     together = calibrate(decoder, models, tasks, ["linear"])
     with families.batches_of(1):
@@ -105,6 +96,8 @@ def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_pa
         f"Level linear falls back to level layer in layers 1 to 2 (LlamaDecoderLayer): mlp.experts.{expert} is given "
         "the features of some tokens only."
     ]
+    kept = find_groups(decoder, 1).kept
+    assert kept[f"mlp.experts.{expert}"] == "in a module that is given some of the tokens only"
     assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}
     task = torch.tensor([0] * 4 + [1] * 4)
     weights = TensorWeights(decoder, "linear", {name: solve(grams, task) for name, grams in together.items()})

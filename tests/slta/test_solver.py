@@ -8,7 +8,7 @@ import torch
 from support import reference
 
 from mergekit_slta.slta import solver
-from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, sample_weights, solve, solve_semidefinite
+from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, sample_weights, solve
 
 EXPERTS = 3
 SETTINGS = [
@@ -207,16 +207,3 @@ def test_bootstrap_solves_the_drawn_samples(settings: dict[str, object]) -> None
 def test_bootstrap_of_one_sample_says_nothing() -> None:
     deltas = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert bootstrap(deltas @ deltas.mT, torch.tensor([0, 0, 1]), 10).std(0).isnan().all()
-
-
-@pytest.mark.parametrize("rank", [1, 3, 5])
-def test_a_semidefinite_system_has_the_solution_of_least_norm_in_units_of_its_diagonal(rank: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(rank, 5, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 1e-3, 1.0, 1e3, 1.0])
-    matrix = rows.T @ rows
-    right = matrix @ torch.randn(5, generator=generator, dtype=torch.float64)
-    unit = matrix.diagonal().rsqrt()
-    expected = unit * (torch.linalg.pinv(unit[:, None] * matrix * unit, rtol=1e-10) @ (unit * right))
-    found = solve_semidefinite(matrix, right)
-    torch.testing.assert_close(found.solution, expected)
-    assert int((found.kept > 0).sum()) == rank

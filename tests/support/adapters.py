@@ -20,16 +20,9 @@ State = dict[str, torch.Tensor]
 def write_adapter(
     base: Path, folder: Path, *targets: str, seed: int = 0, alpha: int = 4, parameters: Sequence[str] = (), **more: Any
 ) -> Path:
-    """Write a LoRA of a base model's maps; returns its folder.
+    """Write a LoRA of a base model's maps, or of parameters such as fused experts, by the last parts of their names.
 
-    Args:
-        base: the base model's folder.
-        folder: the adapter's.
-        targets: the last parts of the maps' names; the query projections by default, unless there are parameters.
-        seed: decides its matrices, none of which is zero.
-        alpha: ``RANK`` times what their product counts by.
-        parameters: the last parts of the names of parameters to adapt, such as those of fused experts.
-        more: other settings of the LoRA.
+    None of its matrices is zero. By default it is one of the query projections; ``more`` are its other settings.
     """
     model = model_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
     modules = list(targets) or ([] if parameters else ["q_proj"])
@@ -50,11 +43,7 @@ def merged_by_hand(
 ) -> State:
     """The tensors W + scale B A in float64, those of no module of the adapter as they are.
 
-    Args:
-        weights: the base model's tensors.
-        adapter: the folder of a LoRA of linear maps.
-        named: the base model's name of a module of the adapter.
-        alphas: of the modules whose names end so; the adapter's own ``lora_alpha`` of all others.
+    ``named`` makes the base model's name of a module of the adapter; ``alphas`` are those of the modules named so.
     """
     found = {name: tensor.double() for name, tensor in weights.items()}
     settings = json.loads((adapter / "adapter_config.json").read_text())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from support import families, small_models
+from support import families
 from support.families import Family
 
 from mergekit_slta.checks.examine import Findings, examine
@@ -106,7 +106,7 @@ def chat_model(folder: Path) -> list[int]:
 
 
 def t5(folder: Path) -> Path:
-    return save_random(small_models.config_of("t5"), folder, "T5ForConditionalGeneration")
+    return save_random(families.config_of("t5"), folder, "T5ForConditionalGeneration")
 
 
 def grow(folder: Path, nbytes: int) -> None:

@@ -7,8 +7,8 @@ import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -39,7 +39,7 @@ from mergekit_slta.featcal.model import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import trace, trace_model
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
@@ -62,7 +62,7 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-_GROUPED = _SMALL | {"num_key_value_heads": 2}
+GROUPED = _SMALL | {"num_key_value_heads": 2}
 _FALCON = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOW = {"sliding_window": 4}
@@ -85,16 +85,16 @@ _GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY,
 # Key -> the class of the configuration, and its arguments. Every mechanism that moves a branch has an entry: grouped
 # heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _GROUPED),
-    "mistral": ("MistralConfig", _GROUPED | _WINDOW | {"head_dim": 8}),
-    "qwen2": ("Qwen2Config", _GROUPED | _LATER_LAYERS_SLIDE),
-    "qwen3": ("Qwen3Config", _GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),
-    "gemma": ("GemmaConfig", _GROUPED | {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", _GROUPED | _SLIDING | {"head_dim": 8, "attn_logit_softcapping": 1.0}),
-    "gemma3": ("Gemma3TextConfig", _GROUPED | _SLIDING | {"head_dim": 8}),
-    "phi": ("PhiConfig", _GROUPED),
-    "phi3": ("Phi3Config", _GROUPED | _WINDOW),
-    "phi3_longrope": ("Phi3Config", _GROUPED | _LONGROPE),
+    "llama": ("LlamaConfig", GROUPED),
+    "mistral": ("MistralConfig", GROUPED | _WINDOW | {"head_dim": 8}),
+    "qwen2": ("Qwen2Config", GROUPED | _LATER_LAYERS_SLIDE),
+    "qwen3": ("Qwen3Config", GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),
+    "gemma": ("GemmaConfig", GROUPED | {"head_dim": 8}),
+    "gemma2": ("Gemma2Config", GROUPED | _SLIDING | {"head_dim": 8, "attn_logit_softcapping": 1.0}),
+    "gemma3": ("Gemma3TextConfig", GROUPED | _SLIDING | {"head_dim": 8}),
+    "phi": ("PhiConfig", GROUPED),
+    "phi3": ("Phi3Config", GROUPED | _WINDOW),
+    "phi3_longrope": ("Phi3Config", GROUPED | _LONGROPE),
     "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
     "gpt_neox": ("GPTNeoXConfig", _SMALL),
     "falcon_new": (
@@ -102,31 +102,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
     ),
     "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
-    "olmo2": ("Olmo2Config", _GROUPED),
-    "cohere": ("CohereConfig", _GROUPED | {"use_qk_norm": True}),
-    "mixtral": ("MixtralConfig", _GROUPED | _WINDOW | {"num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeConfig", _GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4}),
+    "olmo2": ("Olmo2Config", GROUPED),
+    "cohere": ("CohereConfig", GROUPED | {"use_qk_norm": True}),
+    "mixtral": ("MixtralConfig", GROUPED | _WINDOW | {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4}),
     "glm4_moe": (
         "Glm4MoeConfig",
-        _GROUPED
+        GROUPED
         | _TOP_2_OF_4
         | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
         | {"attention_bias": True, "use_qk_norm": True},
     ),
     "gpt_oss": (
         "GptOssConfig",
-        _GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "jamba_dense": (
         "JambaConfig",
-        _GROUPED
+        GROUPED
         | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
         | {"mamba_d_state": 4, "mamba_dt_rank": 4},
     ),
-    "lfm2": ("Lfm2Config", _GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+    "lfm2": ("Lfm2Config", GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "granite_moe_hybrid": (
         "GraniteMoeHybridConfig",
-        _GROUPED
+        GROUPED
         | {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
         | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"shared_intermediate_size": 32, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
@@ -145,24 +145,24 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron_h": (
         "NemotronHConfig",
-        _GROUPED
+        GROUPED
         | {"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 8}
         | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     ),
     "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "llama4": (
         "Llama4TextConfig",
-        _GROUPED | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
+        GROUPED | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
     ),
     "falcon_h1": (
         "FalconH1Config",
-        _GROUPED
+        GROUPED
         | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
         | {"mamba_n_groups": 1, "mamba_chunk_size": 8},
     ),
     "gemma4": (
         "Gemma4TextConfig",
-        _GROUPED
+        GROUPED
         | {"head_dim": 8, "global_head_dim": 8, "num_hidden_layers": 4, "sliding_window": 4}
         | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
@@ -170,7 +170,7 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     # Post-norm sums with factors, linear attention and a mixture.
     "minimax": (
         "MiniMaxConfig",
-        _GROUPED
+        GROUPED
         | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16}
         | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
         | {f"{part}_alpha_factor": 0.9 for part in ("full_attn", "linear_attn", "mlp")}
@@ -193,7 +193,7 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "zaya": (
         "ZayaConfig",
-        _GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
+        GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
     ),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
@@ -206,7 +206,7 @@ UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3n": (
         "Gemma3nTextConfig",
-        _GROUPED
+        GROUPED
         | {"head_dim": 8, "num_hidden_layers": 4, "intermediate_size": [48] * 4, "altup_num_inputs": 2}
         | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
         | {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]}
@@ -225,7 +225,7 @@ VISION: dict[str, Any] = {
 }
 _QWEN_VISION = {"depth": LAYERS, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_QWEN3_TEXT = _GROUPED | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
+_QWEN3_TEXT = GROUPED | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
 _QWEN3_5_TEXT = (
     _QWEN3_TEXT
     # The norm after the linear attention magnifies what nearly cancels; a larger epsilon bounds that.
@@ -240,7 +240,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_vision": (
         "Gemma3Config",
         {
-            "text_config": _GROUPED | _SLIDING | {"head_dim": 8},
+            "text_config": GROUPED | _SLIDING | {"head_dim": 8},
             "vision_config": VISION | {"vision_use_head": False},
             "mm_tokens_per_image": 4,
         },
@@ -274,13 +274,13 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VLConfig",
-        {"text_config": _GROUPED | {"rope_parameters": _MROPE}, "vision_config": _QWEN_VISION},
+        {"text_config": GROUPED | {"rope_parameters": _MROPE}, "vision_config": _QWEN_VISION},
     ),
     # Prompts beside images are seen as a whole, text alone is not.
     "paligemma": (
         "PaliGemmaConfig",
         {
-            "text_config": _GROUPED | {"model_type": "gemma", "head_dim": 8},
+            "text_config": GROUPED | {"model_type": "gemma", "head_dim": 8},
             "vision_config": VISION | {"model_type": "siglip_vision_model"},
             "projection_dim": 32,
         },
@@ -295,12 +295,22 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": (
         "Mistral3Config",
         {
-            "text_config": _GROUPED | {"model_type": "mistral", "head_dim": 8},
+            "text_config": GROUPED | {"model_type": "mistral", "head_dim": 8},
             "vision_config": VISION | {"model_type": "pixtral"},
         },
     ),
 }
 
+
+# Models that are no decoders.
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": (
+        "T5Config",
+        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "clip_vision": ("CLIPVisionConfig", VISION),
+}
 
 EVERY = (*ARCHITECTURES, *UNSPLIT)
 # People merge these now. Each is measured against the reference, merged and compared with the model made by hand, and
@@ -321,18 +331,34 @@ def model_class(config: PretrainedConfig) -> Any:
 
 
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
-    """The tiny configuration of an entry of ``ARCHITECTURES``, ``UNSPLIT`` or ``MULTIMODAL``, with changed fields."""
-    name, arguments = (ARCHITECTURES | UNSPLIT | MULTIMODAL)[architecture]
+    """The tiny configuration of an entry of one of the tables above, with changed fields."""
+    name, arguments = (ARCHITECTURES | UNSPLIT | MULTIMODAL | ENCODERS)[architecture]
     config: PretrainedConfig = getattr(transformers, name)(**arguments | changes)
+    config.architectures = [model_class(config)._model_mapping[type(config)].__name__]
     return config
 
 
 def skeleton(architecture: str, **changes: Any) -> Decoder:
     """The decoder of an entry that ``config_of`` knows, with changed fields, without weights."""
-    config = config_of(architecture, **changes)
-    model: Any = model_class(config)._model_mapping[type(config)]
-    config.architectures = [model.__name__]
-    return trace(config)
+    return trace(config_of(architecture, **changes))
+
+
+def changed_llama(change: Callable[[torch.nn.ModuleList], object]) -> Any:
+    """A class of models whose layers are a Llama's, changed."""
+
+    class Model(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            change(self.model.layers)
+
+    return Model
+
+
+def traced(kind: Any) -> Decoder:
+    """The decoder of a class of Llama models, without weights."""
+    with torch.device("meta"):
+        model = kind(config_of("llama")).eval()
+    return trace_model(model)
 
 
 @dataclass(frozen=True)
@@ -391,7 +417,7 @@ def make_family(
 
     Args:
         folder: where the folders ``base``, ``expert0`` ... and the files ``task0.jsonl`` ... go.
-        architecture: an entry of ``ARCHITECTURES``, ``UNSPLIT`` or ``MULTIMODAL``, or a configuration.
+        architecture: an entry that ``config_of`` knows, or a configuration.
         experts: how many.
         dtype: the checkpoints'.
         scale: each task vector's norm relative to the weights', tensor by tensor (before rounding to ``dtype``).
@@ -497,7 +523,7 @@ def recipe(
         per_expert: further parameters of every expert.
         keep: parameters of the base model, whose task has the last expert's data; by default it has no task.
         dtype, out_dtype: mergekit's.
-        parameters: the shared parameters.
+        parameters: the shared ones.
     """
     models = []
     for index in experts if experts is not None else range(len(family.experts)):
@@ -532,9 +558,13 @@ def merge(content: dict[str, Any], out: Path, **options: Any) -> Path:
     return out
 
 
+def checkpoint(folder: Path | str) -> Checkpoint:
+    """A model as the plugin reads it."""
+    return Checkpoint(ModelReference.model_validate(str(folder)))
+
+
 def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
-    """Models as the plugin reads them."""
-    return [Checkpoint(ModelReference.model_validate(str(folder))) for folder in folders]
+    return [checkpoint(folder) for folder in folders]
 
 
 def batches_of(positions: int) -> AbstractContextManager[object]:
@@ -564,14 +594,7 @@ def feature_merge(
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
 
-    Args:
-        family: the models and data.
-        folder: the folder of finished layers.
-        tasks: token ids of each expert's samples.
-        device: where layers run.
-        batch_tokens: as for ``batches_of``.
-        keep_weight: how much the base model's task counts.
-        arguments: those of ``feature_merge``; the ridge is 0.1 by default.
+    ``arguments`` are those of ``feature_merge``; the ridge is 0.1 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = trace(family.config, device=device), Partial(folder)
@@ -602,6 +625,28 @@ def actmat_state(family: Family) -> dict[str, torch.Tensor]:
     return state
 
 
+class Interrupted(Exception):
+    """Stands for whatever ends a process."""
+
+
+def interrupt() -> None:
+    raise Interrupted
+
+
+@contextmanager
+def after_layer(last: int | None, act: Callable[[], object] = interrupt) -> Iterator[None]:
+    """Within it, a run ends, or acts, when it has finished a layer."""
+    finish_layer = Partial.finish_layer
+
+    def finish(partial: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        finish_layer(partial, layer, tensors)
+        if layer == last:
+            act()
+
+    with mock.patch.object(Partial, "finish_layer", finish):
+        yield
+
+
 def started(
     forks: ForkServerContext, work: Callable[..., object], *arguments: Any, stop_after: int | None = None
 ) -> ForkServerProcess:
@@ -614,18 +659,14 @@ def started(
 
 
 def _work(reached: Connection, stop_after: int | None, work: Callable[..., object], arguments: Sequence[Any]) -> None:
-    finish_layer = Partial.finish_layer
-
-    def stop(partial: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        finish_layer(partial, layer, tensors)
-        if layer == stop_after:
-            reached.send(None)
-            threading.Event().wait()
+    def stop() -> None:
+        reached.send(None)
+        threading.Event().wait()
 
     if stop_after is None:
         reached.send(None)
-    Partial.finish_layer = stop  # type: ignore[method-assign,assignment]
-    work(*arguments)
+    with after_layer(stop_after, stop):
+        work(*arguments)
 
 
 def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:

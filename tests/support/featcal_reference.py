@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from support.reference import float64, forget
+from support.reference import SPLITS, float64, forget
 from torch import Tensor
 from torch.nn import Module
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +25,6 @@ from transformers.pytorch_utils import Conv1D
 Groups = Sequence[Sequence[str]]
 Recorded = dict[str, list[Tensor]]
 
-LAYERS = ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers")
 MIXTURES = ("mlp.experts", "feed_forward.experts")
 
 
@@ -109,37 +108,26 @@ def merge(
 ) -> dict[str, Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64.
 
-    Args:
-        base: the base model, in float64 like the experts.
-        experts: the experts.
-        tasks: the token ids of each expert's samples.
-        architecture: a key of ``GROUPS``.
-        anchor: the tensors of a whole model.
-        ridge: how strongly the solution is held at the anchor: by the sum of all task matrices' Gram matrices, each
-            with a unit trace, and a tenth of its mean diagonal on the diagonal; the output head's the same in every
-            direction.
+    The ridge is how strongly the solution is held at the anchor, the tensors of a whole model: by the sum of all task
+    matrices' Gram matrices, each with a unit trace, and a tenth of its mean diagonal on the diagonal; the output head's
+    the same in every direction.
     """
     with torch.no_grad(), float64():
         merged = copy.deepcopy(base)
         merged.load_state_dict(anchor)
-        order = steps(merged, GROUPS[architecture])
-        solver = Solver(merged, base, experts, tasks, order, WRITERS.get(architecture, {}), ridge)
+        module = SPLITS[architecture].layers
+        layers = [f"{module}.{number}" for number, _ in enumerate(merged.get_submodule(module).children())]
+        order = steps(merged, layers, GROUPS[architecture])
+        solver = Solver(merged, base, experts, tasks, layers, order, WRITERS.get(architecture, {}), ridge)
         for paths in order:
             (solver.solve_mixture if paths[0].endswith(MIXTURES) else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
 
 
-def layers_of(model: Module) -> tuple[str, int]:
-    """The path of the decoder layers, and their number."""
-    (path,) = set(LAYERS) & dict(model.named_modules()).keys()
-    return path, len(list(model.get_submodule(path).children()))
-
-
-def steps(model: Module, groups: Groups) -> list[list[str]]:
+def steps(model: Module, layers: Sequence[str], groups: Groups) -> list[list[str]]:
     """The paths in the model of what is solved one after the other: maps with the same input, or a mixture."""
-    layers, count = layers_of(model)
     groups = [*groups, *([mixture] for mixture in MIXTURES if [mixture] not in map(list, groups))]
-    places = [[f"{layers}.{index}.{name}" for name in group] for index in range(count) for group in groups]
+    places = [[f"{layer}.{name}" for name in group] for layer in layers for group in groups]
     modules = dict(model.named_modules())
     existing = [[path for path in paths if path in modules] for paths in places]
     # A path that no layer has would go unnoticed: its map would stay the anchor's.
@@ -243,15 +231,15 @@ class Solver:
         base: Module,
         experts: Sequence[Module],
         tasks: Sequence[Sequence[Sequence[int]]],
+        layers: Sequence[str],
         order: Sequence[Sequence[str]],
         writers: Mapping[str, tuple[str, ...]],
         ridge: float,
     ) -> None:
-        layers, count = layers_of(merged)
         # By the path of each map that adds to the residual stream: its layer's path, and those of what added before.
         self.writers = {
             f"{layer}.{name}": (layer, [f"{layer}.{earlier}" for earlier in before])
-            for layer in (f"{layers}.{number}" for number in range(count))
+            for layer in layers
             for name, before in writers.items()
         }
         self.adding = sorted({path for layer, before in self.writers.values() for path in (layer, *before)})

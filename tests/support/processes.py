@@ -47,15 +47,8 @@ def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[
 def run_afresh(forks: ForkServerContext, code: str, *arguments: object) -> str:
     """Run code in a process that has imported the libraries, but nothing of mergekit or of this package.
 
-    For what depends on the order of their imports, that is as good as a new process, and it starts at once.
-
-    Args:
-        forks: what the process is forked from.
-        code: what it runs, as ``python -c`` does; what it raises fails the test.
-        arguments: the code finds them in ``sys.argv``.
-
-    Returns:
-        What it says on both streams.
+    For what depends on the order of their imports, that is as good as a new process, and it starts at once. Returns
+    what it says on both streams; what it raises fails the test.
     """
     with tempfile.NamedTemporaryFile("r") as said:
         own = (code, list(map(str, arguments)), said.name, os.environ.copy())
@@ -81,13 +74,8 @@ def command_together(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mergekit-slta`` in processes that know of each other as torchrun's do, and end all when one has failed.
 
-    Unlike torchrun's, they have imported everything when they start.
-
-    Args:
-        forks: what the processes are forked from.
-        count: their number.
-        arguments: those of the command.
-        patch: is given each process's index before the command runs, to change what one of them does.
+    Unlike torchrun's, they have imported everything when they start. ``patch`` is given each process's index before the
+    command runs, to change what one of them does.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -236,14 +236,7 @@ def largest_difference(found: Mapping[str, torch.Tensor], expected: Mapping[str,
 
 
 def deltas(models: Models, tasks: Tasks, level: str, split: Split) -> dict[str, Deltas]:
-    """The feature deltas of every submodule of a level on every sample.
-
-    Args:
-        models: the base model and the ``T`` experts, in float64.
-        tasks: the token ids of each expert's samples.
-        level: a level of submodules.
-        split: how the architecture's layers split.
-    """
+    """The feature deltas of a level's submodules on every sample, from models in float64, the base model first."""
     measured: dict[str, Deltas] = {}
     with torch.no_grad(), float64():
         for task, samples in enumerate(tasks):
@@ -282,6 +275,21 @@ def sample_features(
         call = replace(calls[index], stacked=split.stacked)
         for name, features in LEVELS[level](layers, call, split, models[0].config.get_text_config()):
             yield f"layer.{index}{name}", features
+
+
+@torch.no_grad()
+def layer_outputs(model: Any, ids: torch.Tensor, path: str) -> list[torch.Tensor]:
+    """What each layer below a path gives [B, S, D] in the model's own forward pass."""
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    with contextlib.ExitStack() as hooks:
+        for layer in model.get_submodule(path):
+            hooks.enter_context(layer.register_forward_hook(keep))
+        model(ids, use_cache=False)
+    return outputs
 
 
 @dataclass

@@ -61,12 +61,7 @@ def _recipe(base: str, data: dict[str, str], method: str = "slta", **parameters:
 def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: slta.Statistics) -> None:
     """Draw the figures of the gallery as PNG files.
 
-    Args:
-        out: where they are written.
-        base: the base model.
-        data: each expert's calibration data, by its folder.
-        other: prompts of the base model, to keep beside the first expert.
-        statistics: what the report shows.
+    ``data`` are the experts' calibration files, ``other`` the base model's prompts, to keep beside the first expert.
     """
     out.mkdir(parents=True, exist_ok=True)
     slta.report(statistics, out)

@@ -1,4 +1,4 @@
-"""Small models of several kinds on disk, encoders among them, and merges of them by mergekit-yaml."""
+"""Merges of small models of several kinds, encoders among them, and a model that says what it is told."""
 
 from __future__ import annotations
 
@@ -9,61 +9,20 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-import yaml
-from click.testing import CliRunner, Result
-from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families, merging
 from support.calibration_samples import BOS, CHARACTERS, EOS, write_tokenizer
 from transformers import AutoTokenizer
 
-from mergekit_slta.host import patches
-from mergekit_slta.models.roles import Role
-
-T5: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-T5 |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-MODELS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
-    **{name: lambda name=name: families.config_of(name) for name in ("llama", "mixtral", "gpt2")},  # type: ignore[misc]
-    "t5": lambda: transformers.T5Config(**T5),
-    "clip_vision": lambda: transformers.CLIPVisionConfig(**families.VISION),
-}
-Family = tuple[Path, list[Path]]
+config_of = families.config_of
+role_by_hand = merging.role_by_name
+MODELS = ("llama", "mixtral", "gpt2", *families.ENCODERS)
 
 
-def role_by_hand(name: str) -> Role:
-    return merging.role_by_name(name)
-
-
-def config_of(key: str) -> transformers.PretrainedConfig:
-    config = MODELS[key]()
-    config.architectures = [families.model_class(config)._model_mapping[type(config)].__name__]
-    return config
-
-
-def load(key: str, folder: Path) -> dict[str, torch.Tensor]:
+def load(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a model from its folder, which has to have all of them and no other."""
     state, report = merging.load(folder)
     assert not any(report.values()), report
     return state
-
-
-def write_family(key: str, folder: Path) -> Family:
-    """A random base model and two experts that differ from it in every tensor, on disk."""
-    family = families.make_family(folder, config_of(key))
-    return family.base, list(family.experts)
-
-
-def recipe(method: str, family: Family, *own: dict[str, Any], **parameters: Any) -> dict[str, Any]:
-    base, experts = family
-    models = [{"model": str(expert)} for expert in experts]
-    for entry, more in zip(models, own, strict=False):
-        entry["parameters"] = more  # type: ignore[assignment]
-    return {
-        "merge_method": method,
-        "base_model": str(base),
-        "models": models,
-        "parameters": parameters,
-        "dtype": "float32",
-    }
 
 
 def as_stored(
@@ -81,20 +40,12 @@ def as_stored(
 def merge(
     key: str, method: str, folder: Path, *own: dict[str, Any], **parameters: Any
 ) -> list[dict[str, torch.Tensor]]:
-    """The tensors of a merge by ``run`` of a new family, of its base model and of its experts."""
-    base, experts = write_family(key, folder)
-    result = run(recipe(method, (base, experts), *own, **parameters), folder)
-    assert result.exit_code == 0, result.output
-    return [load(key, place) for place in (folder / "merged", base, *experts)]
-
-
-def run(content: dict[str, Any], folder: Path) -> Result:
-    """The stock ``mergekit-yaml`` command in this process, its output in ``folder / "merged"``."""
-    patches.install()  # as the start-up file does in a process of its own
-    file = folder / "recipe.yml"
-    file.write_text(yaml.safe_dump(content))
-    options = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
-    return CliRunner().invoke(mergekit_yaml, [str(file), str(folder / "merged"), *options])
+    """The tensors of a merge of a new family, of its base model and of its experts, each with parameters of its own."""
+    family = families.make_family(folder, key)
+    content = families.recipe(family, method, calibration=False, **parameters)
+    for entry, more in zip(content["models"], own, strict=False):
+        entry["parameters"] = more
+    return [load(place) for place in (families.merge(content, folder / "merged"), *family.folders)]
 
 
 # Characters are tokens, so that a model's answers are tokenized as it produced them.

@@ -61,15 +61,9 @@ def statistics(
     grams: Mapping[str, torch.Tensor] | Callable[[str, int], torch.Tensor] | None = None,
     **described: Any,
 ) -> Statistics:
-    """Statistics of some experts.
+    """Statistics of some experts; ``described`` are other entries of the metadata than ``info``'s.
 
-    Args:
-        models: the experts' names, ``T`` in all.
-        levels: the levels.
-        layers: the number of decoder layers.
-        samples: of each task.
-        grams: the submodules' [T * samples, T, T], or what gives them by name and number; random by default.
-        described: other entries of the metadata than ``info``'s.
+    ``grams`` are the submodules' [T * samples, T, T], or what gives them by name and number; random by default.
     """
     names = submodules(levels, layers)
     if grams is None:
