@@ -12,22 +12,21 @@ import torch
 import torch.distributed as dist
 from conftest import MakeFamily, WriteRecipe
 from mergekit.io.tasks import LoaderCache
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support import families
 from support.adapters import write_adapter
 from support.families import Family
+from support.linearity_values import assert_same, plan_of
 from support.processes import TIMEOUT, command_together, torchrun
 from support.reference import largest_difference
 
 from mergekit_slta.checks import examine
-from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.model import SolvedModel
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.nonlinearity.interpolation import Interpolation
 from mergekit_slta.nonlinearity.studies import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.lookup import measured_statistics
@@ -92,10 +91,8 @@ def test_processes_together_merge_to_the_same_tensors(
     content = families.recipe(llama, "featcal", **settings)
     alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
     LoaderCache.loaders.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Partial, "finish_layer", interrupt_after_the_second_layer)
-        with pytest.raises(SltaError, match="InterruptedError"):
-            families.merge(content, tmp_path / "together")
+    with pytest.raises(families.Interrupted), families.after_layer(1):
+        families.merge(content, tmp_path / "together")
     partial = tmp_path / "together" / PARTIAL_OF_MERGE
     assert len(list(partial.glob("layer-*"))) == 2
     recipe = write_recipe(llama, "featcal", **settings)
@@ -122,28 +119,17 @@ def test_processes_together_merge_adapters_once(
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 2
 
 
-FINISH_LAYER = Partial.finish_layer
-
-
-def interrupt_after_the_second_layer(partial: Partial, layer: int, tensors: Grams) -> None:
-    FINISH_LAYER(partial, layer, tensors)
-    if layer == 1:
-        raise InterruptedError
-
-
 def look_at_own_disk(folder: Path, index: int, count: int) -> None:
     """What one of several processes does: it sees as many files as its index says."""
+    said = f"^The processes see different files in {folder}: name a folder that all of them share.$"
     with joined(folder, index, count) as ranks:
         ranks.require_equal(3, folder)
-        with pytest.raises(SltaError) as caught:
+        with pytest.raises(SltaError, match=said):
             ranks.require_equal(index, folder)
-    (folder / f"said{index}").write_text(caught.value.message)
 
 
 def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerContext, tmp_path: Path) -> None:
     run_together(forks, 2, look_at_own_disk, tmp_path)
-    said = {(tmp_path / f"said{index}").read_text() for index in range(2)}
-    assert said == {f"The processes see different files in {tmp_path}: name a folder that all of them share."}
 
 
 # Linearity
@@ -151,33 +137,17 @@ def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerCon
 
 def share_linearity(family: Family, folder: Path, index: int, count: int) -> None:
     """What one of several processes does; the second study has no samples for some of them."""
-    with joined(folder, index, count) as ranks:
-        found = linearity_grams(family, ranks)
-    save_file({f"{study}.{name}": gram for study, grams in enumerate(found) for name, gram in grams.items()},
-              folder / f"linearity{index}.safetensors")  # fmt: skip
-
-
-def linearity_grams(family: Family, ranks: Ranks) -> list[dict[str, torch.Tensor]]:
-    studies = [merge_study((0, 2), 3), path_study(1, 3)]
+    studies, levels = [merge_study((0, 2), 3), path_study(1, 3)], ("model", "layer", "linear")
     tasks = [samples[:2] for samples in family.token_ids()]
-    models, levels = families.checkpoints(family.folders), ("model", "layer", "linear")
-    decoder, found = trace(family.config), []
-    for study in studies:
-        own = [samples if task in study.experts else [] for task, samples in enumerate(tasks)]
-        found.append(pass_layers(Interpolation(decoder, models, own, ranks, levels, study.settings)))
-    return found
+    alone = plan_of(family, levels, studies, tasks).measure()
+    with joined(folder, index, count) as ranks:
+        assert_same(plan_of(family, levels, studies, tasks, ranks=ranks).measure(), alone, 1e-7)
 
 
 def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
     forks: ForkServerContext, llama: Family, tmp_path: Path
 ) -> None:
     run_together(forks, 2, share_linearity, llama, tmp_path)
-    alone = linearity_grams(llama, Ranks())
-    for index in range(2):
-        together = load_file(tmp_path / f"linearity{index}.safetensors")
-        for study, grams in enumerate(alone):
-            for name, gram in grams.items():
-                assert torch.allclose(together[f"{study}.{name}"], gram, rtol=1e-9, atol=0), name
 
 
 # The command itself

@@ -19,11 +19,9 @@ from safetensors.torch import load_file
 from support import families, synthetic
 from support.families import Family
 from support.processes import linked_packages
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import plain_recipe
 from mergekit_slta.slta.lookup import measure, measured_statistics
@@ -106,21 +104,7 @@ def test_stock_mergekit_without_this_package_runs_to_the_same_model(tmp_path: Pa
 # What mergekit makes of the filters
 
 
-def config_of(architecture: str) -> PretrainedConfig:
-    config = families.config_of(architecture)
-    with torch.device("meta"):
-        config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
-    return config
-
-
-@functools.cache
-def opened(architecture: str) -> tuple[PretrainedConfig, Decoder]:
-    config = config_of(architecture)
-    return config, trace(config)
-
-
-def random_weights(decoder: Decoder, level: str) -> TensorWeights:
-    return TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)))
+skeleton = functools.cache(families.skeleton)
 
 
 def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:
@@ -144,10 +128,10 @@ def assert_reproduced(planned: Sequence[PlannedTensor], layers: int) -> list[Any
 @pytest.mark.parametrize("level", ["attn_mlp", "linear"])
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)
 def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str) -> None:
-    config, decoder = opened(architecture)
-    weights = random_weights(decoder, level)
+    decoder = skeleton(architecture)
+    weights = TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)))
     try:
-        planned = planned_tensors(config, weights)
+        planned = planned_tensors(decoder.model.config, weights)
     except SltaError as refusal:
         assert_justified(refusal.message, weights)
         return
@@ -191,7 +175,7 @@ def statistics_of(level: str, experts: int = 2) -> Statistics:
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """The folder of a base model, of which only the configuration is needed."""
-    config_of("llama").save_pretrained(tmp_path / "base")
+    families.config_of("llama").save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 
@@ -256,10 +240,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_recipe_can_say_is_refused(name: str, tmp_path: Path) -> None:
     level, changes, words = REFUSED[name]
-    config = config_of(changes.pop("of", "llama"))
-    base = changes.pop("base", str(tmp_path))
-    config.update(changes)
-    config.save_pretrained(tmp_path)
+    changes = dict(changes)
+    of, base = changes.pop("of", "llama"), changes.pop("base", str(tmp_path))
+    families.config_of(of, **changes).save_pretrained(tmp_path)
     with pytest.raises(SltaError, match=words):
         statistics_of(level).solve(level).save_recipe(tmp_path / "plain.yml", models={"org/base": base})
     assert not (tmp_path / "plain.yml").exists()
