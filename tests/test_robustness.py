@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -201,7 +200,6 @@ ODD: tuple[Any, ...] = (
     *(None, True, 0, -1, 7, 2**64, -(10**30), 0.5, float("nan"), float("inf"), "", "é\u2028\x85", "\x00", "1e5"),
     *("../..", "x" * 5000, [], {}, [[]], [None], {"": None}, [1, "a"]),
 )
-ODD_SCALARS = ("2020-13-45", "1:99:99", "<<", "~", ".nan", "{", "]", "|", "- -", "a: b: c", "*a", "!own x", "\t", "`")
 
 
 def damage_bytes(content: bytes, rng: random.Random, within: int) -> bytes:
@@ -257,10 +255,6 @@ def damaged(name: str, content: bytes, rng: random.Random) -> bytes:
         header = json.dumps(values if info and rng.random() < 0.5 else damage_value(values, rng)).encode()
         length = len(header) if rng.random() < 0.9 else rng.choice([0, 2**31, 2**63, len(content)])
         return length.to_bytes(8, "little") + header + content[end:]
-    if name.endswith(".yml"):
-        text = yaml.safe_dump(damage_value(yaml.safe_load(content), rng), sort_keys=False, allow_unicode=True)
-        # Some values are what no program writes, but a hand does.
-        return re.sub("(?m): .*$", lambda own: f": {rng.choice([own[0][2:]] * 9 + [*ODD_SCALARS])}", text).encode()
     if name.endswith(".jsonl"):
         *lines, _ = content.split(b"\n")
         spot = rng.randrange(len(lines))
@@ -272,7 +266,7 @@ def damaged(name: str, content: bytes, rng: random.Random) -> bytes:
 
 
 FILES = (
-    *("recipe.yml", "base/config.json", "pickled/config.json", "base/tokenizer.json", "base/tokenizer_config.json"),
+    *("base/config.json", "pickled/config.json", "base/tokenizer.json", "base/tokenizer_config.json"),
     *("base/model.safetensors", "sharded/model-00001-of-00006.safetensors", "sharded/model.safetensors.index.json"),
     *("pickled/pytorch_model.bin", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"),
     *("task0.jsonl", "stats.safetensors"),
@@ -320,7 +314,7 @@ def refusal(*arguments: object, cache: Path | None = None) -> str:
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_said_in_a_sentence(name: str, seeds: range, scene: Path, tmp_path: Path) -> None:
-    """A refusal names the damaged file, the model that it belongs to, or a key of the recipe."""
+    """A refusal names the damaged file, or the model that it belongs to."""
     path, recipe = scene / name, scene / "recipe.yml"
     sound = path.read_bytes()
     try:
@@ -331,9 +325,8 @@ def test_damage_is_said_in_a_sentence(name: str, seeds: range, scene: Path, tmp_
             else:
                 cache, made = tmp_path / f"merged{seed}", tmp_path / f"stats{seed}.safetensors"
                 said = refusal("check", recipe, cache=cache) or refusal("calibrate", recipe, "-o", made, cache=cache)
-            # A fault of YAML ends with a caret below its place.
-            assert not said or said.rstrip().endswith((".", "?", "^")), f"seed {seed}: {said}"
-            named = not said or path == recipe or path.name in said or f"/{path.parent.name}" in said
+            assert not said or said.rstrip().endswith((".", "?")), f"seed {seed}: {said}"
+            named = not said or path.name in said or f"/{path.parent.name}" in said
             assert named, f"seed {seed} does not name {name}: {said}"
     finally:
         path.write_bytes(sound)
