@@ -22,19 +22,19 @@ from mergekit_slta.files import digest
 from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
-from mergekit_slta.slta.lookup import fingerprint, local_identity
 
 LOG = logging.getLogger(__name__)
 
 # Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
-FORMAT = 17  # changes with the folder's content and with the way that layers are solved
+FORMAT = 18  # changes with the folder's content and with the way that layers are solved
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -49,17 +49,23 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     data = experiment.load_data(experiment.recipe.tasks)
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
-    content = local_identity(experiment, fingerprint(experiment, data))
-    head = head_to_solve(experiment)
-    content |= {"ridge": settings.ridge, "head": head is not None, "anchor": ActmatSettings().model_dump()}
-    content |= {"keep_weight": experiment.recipe.keep_weight} if experiment.recipe.keep else {}
-    content |= {"format": FORMAT, "weights": digest([row.tolist() for row in weights])}
-    partial.begin(content, experiment.ranks, replace=True)
+    head, models = head_to_solve(experiment), [experiment.base, *experiment.experts]
+    content = {
+        "format": FORMAT,
+        "models": [model.fingerprint() for model in models],
+        "config": hashed_computation(experiment.base.config),
+        "tokens": [samples.sha256 for samples in data],
+        "weights": digest([row.tolist() for row in weights]),
+        "keep_weight": experiment.recipe.keep_weight,
+        "ridge": settings.ridge,
+        "head": head is not None,
+        "anchor": ActmatSettings().model_dump(),
+    }
+    partial.begin(experiment.local_identity(content), experiment.ranks, replace=True)
     complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)
-        models = [experiment.base, *experiment.experts]
         total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
         with progress_bar("Solving", models, total, experiment.quiet) as progress:
             feature_merge(

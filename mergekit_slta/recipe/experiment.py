@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
+from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import on_device, trace
 from mergekit_slta.levels import require_levels
@@ -274,6 +275,18 @@ class Experiment:
             if task.reference != self.recipe.base and (other := seen.setdefault(drawn.sha256, task)) is not task
         )
         return data
+
+    def local_identity(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """The content that identifies a run, with a hash of the stamps of the models' files on this machine.
+
+        The size, time and inode of every file also differ after an edit of a few rows, which a content's sample of the
+        bytes does not show. Where processes have disks of their own, the first one's count.
+        """
+        models = [self.base, *self.experts]
+        adapters = [self.options.lora_merge_dtype] if any(model.reference.lora for model in models) else []
+        stamps = digest([*(sorted(model.stamps.values()) for model in models), *adapters])
+        first = int(self.ranks.gather(int(stamps[:12], 16))[0])
+        return {**content, "files": f"{first:x}"}
 
     def _checked_samples(self, task: Task, count: int | None) -> CalibrationData:
         """A task's ``samples``; an SltaError where a model that runs on them cannot read them."""

@@ -18,7 +18,6 @@ from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import share
 from mergekit_slta.errors import SltaError
-from mergekit_slta.files import digest
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -145,7 +144,8 @@ def _described(experiment: Experiment, levels: Sequence[str]) -> tuple[list[Cali
     require_calibration(experiment.recipe)
     data = experiment.load_data(experiment.recipe.tasks)
     info = _info(experiment, data)
-    return data, info, local_identity(experiment, info.fingerprint) | {"levels": levels}
+    content = info.fingerprint.model_dump(mode="json") | {"levels": levels}
+    return data, info, experiment.local_identity(content)
 
 
 def _say_known(experiment: Experiment, source: str | Path) -> None:
@@ -366,16 +366,3 @@ def fingerprint(experiment: Experiment, data: Sequence[CalibrationData]) -> Fing
         tokens=tokens_fingerprint([samples.sha256 for samples in data]),
         settings=settings_fingerprint(most_samples(experiment.recipe), settings.max_tokens, settings.seed),
     )
-
-
-def local_identity(experiment: Experiment, content: Fingerprint) -> dict[str, Any]:
-    """Identify a run on this machine by its models, data and settings, and by the stamps of the models' files.
-
-    The hash of the size, time and inode of every file also differs after an edit of a few rows, which the content's
-    sample of the bytes does not show. Where processes have disks of their own, the first one's count.
-    """
-    models = [experiment.base, *experiment.experts]
-    adapters = [experiment.options.lora_merge_dtype] if any(model.reference.lora for model in models) else []
-    files = digest([*(sorted(model.stamps.values()) for model in models), *adapters])
-    first = int(experiment.ranks.gather(int(files[:12], 16))[0])
-    return content.model_dump(mode="json") | {"files": f"{first:x}"}
