@@ -99,8 +99,8 @@ def _merges(result: Linearity, size: int) -> list[str]:
 def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
     settings = f"{BARS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
     distance = (
-        "Like Figures 1b and 3 of the paper (Eq. 8): how far a merge's feature change is from the weighted sum of the "
-        f"experts' changes, along that sum. At 0 the changes add up. {settings}."
+        "Like Figures 1b and 3 of the paper (Eq. 8): the share by which a merge's feature change, projected onto the "
+        f"weighted sum of the experts' changes, is longer or shorter than that sum. At 0 they add up. {settings}."
     )
     cosine = (
         "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "

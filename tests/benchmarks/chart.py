@@ -107,6 +107,7 @@ def least_squares() -> Picture:
             ax.annotate(f"expert {name}", expert, (8, -4), textcoords="offset points")
         sums = np.array([first, (first + second) / 2, second])
         ax.plot(*sums.T, ":", color=AXIS, label="weighted averages of the experts")
+        ax.plot([], [], "--", color=AXIS, label="the change that fine-tuning made")
         ax.plot(*base, "o", color=INK, markersize=8)
         ax.annotate("base model", base, (8, -12), textcoords="offset points")
         ax.plot(*solved, "*", color=GREEN, markersize=16, label="least squares: answers both")

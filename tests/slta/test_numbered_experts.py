@@ -97,7 +97,7 @@ def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_pa
         "the features of some tokens only."
     ]
     kept = find_groups(decoder, 1).kept
-    assert kept[f"mlp.experts.{expert}"] == "in a module that is given some of the tokens only"
+    assert kept[f"mlp.experts.{expert}"] == "in a module that receives only some of the tokens"
     assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}
     task = torch.tensor([0] * 4 + [1] * 4)
     weights = TensorWeights(decoder, "linear", {name: solve(grams, task) for name, grams in together.items()})

@@ -23,7 +23,7 @@ from mergekit_slta.reports.linearity import write_linearity
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-WIDTH, HEIGHT = 1280, 770  # of the picture of the page, which begins at its top
+WIDTH, HEIGHT = 1280, 800  # of the picture of the page, which begins at its top
 
 
 def main(folder: Path, real: Path | None = None) -> None:
