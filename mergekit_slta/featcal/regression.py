@@ -8,8 +8,9 @@ r = y - W_n x against the map W_n that the solution stays near, tasks t with wei
 
 where c_t says how much the task counts: 1, or the keep weight for the base model's.
 
-With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x y x^T - W_n A, that is D = C (A + ridge H)^-1. H
-[d_in, d_in] says how strongly each direction of the input is held:
+With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. (To sum y x^T and
+to subtract W_n A would save products, but lose digits where A is ill-conditioned.) H [d_in, d_in] says how strongly
+each direction of the input is held:
 
 - H = h I with h = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
   h says nothing about the others: then H = diag(A). Where those few would decide n_t, perhaps by a single token,
@@ -90,16 +91,16 @@ class Sums:
     """Sums over tokens, zero at first; those with a first dimension of ``h`` are of each half of the samples.
 
     Attributes:
-        inputs, targets: sums of x [d_in] and of y [d_out].
+        inputs, residuals: sums of x [d_in] and of r [d_out].
         mass: sum of the weights w_x [].
         tokens: how many tokens [h].
-        cross: sum of y x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
+        cross: sum of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
         moments: sum of x x^T [h, d_in, d_in], on and above the diagonal.
-        predicted: sum of combinations of y with x [h, combinations, d_in].
+        predicted: sum of combinations of r with x [h, combinations, d_in].
     """
 
     inputs: torch.Tensor
-    targets: torch.Tensor
+    residuals: torch.Tensor
     mass: torch.Tensor
     tokens: torch.Tensor
     cross: torch.Tensor
@@ -152,7 +153,7 @@ class RidgeRegression:
         self._all, self._task = (
             Sums(*(torch.zeros(shape, dtype=PRECISION, device=device) for shape in shapes)) for _ in range(2)
         )
-        # The inputs and targets of tokens, each times the root of its weight, and the half of its sample.
+        # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._rows_before = 0  # the current task's
         self._masses: list[torch.Tensor] = []
@@ -169,16 +170,18 @@ class RidgeRegression:
             weights: w_x [n], each token's weight.
         """
         task, roots = self._task, weights.to(inputs.device, PRECISION).sqrt()[:, None]
-        inputs, targets, halves = inputs * roots, targets * roots, samples.to(inputs.device) % len(task.tokens)
+        inputs, halves = inputs.to(PRECISION), samples.to(inputs.device) % len(task.tokens)
+        residuals = torch.addmm(targets.to(PRECISION), inputs, self._near.T, alpha=-1).mul_(roots)
+        inputs = inputs * roots
         task.inputs += (roots.T @ inputs)[0]
-        task.targets += (roots.T @ targets)[0]
+        task.residuals += (roots.T @ residuals)[0]
         task.mass += roots.square().sum()
         task.tokens += halves.bincount(minlength=len(task.tokens))
         if self._few:
-            self._rows.append((inputs, targets, halves))
+            self._rows.append((inputs, residuals, halves))
             return
-        task.cross.addmm_(targets.T, inputs)
-        combined = targets @ self._combinations
+        task.cross.addmm_(residuals.T, inputs)
+        combined = residuals @ self._combinations
         for half, (moments, predicted) in enumerate(zip(task.moments, task.predicted, strict=True)):
             rows = halves == half if len(task.tokens) > 1 else slice(None)
             add_gram(inputs[rows], moments)
@@ -197,9 +200,9 @@ class RidgeRegression:
         for total, part in zip(vars(self._all).values(), vars(task).values(), strict=True):
             total.addcmul_(part, weight)
             part.zero_()
-        for inputs, targets, _ in self._rows[self._rows_before :]:
+        for inputs, residuals, _ in self._rows[self._rows_before :]:
             inputs *= weight.sqrt()
-            targets *= weight.sqrt()
+            residuals *= weight.sqrt()
         self._rows_before = len(self._rows)
 
     def _norm_of_task(self) -> torch.Tensor:
@@ -221,31 +224,28 @@ class RidgeRegression:
         total, masses, ridge = self._all, torch.stack(self._masses), self._ridge
         equations: _TokenEquations | _SumEquations
         if self._few:
-            inputs, targets, halves = map(torch.cat, zip(*self._rows, strict=True))
+            inputs, residuals, halves = map(torch.cat, zip(*self._rows, strict=True))
             self._rows = []  # their memory is needed
-            residuals = targets.addmm_(inputs, self._near.T, alpha=-1)
             equations = _TokenEquations(inputs, residuals, halves, self._combinations, self._prior)
         else:
-            equations = _SumEquations(total, self._near, self._combinations, self._prior)
+            equations = _SumEquations(total, self._prior)
         if ridge is None:
             ridge = lowest_ridge(equations.error_left_out) if self._halved else LIKELY_RIDGE
         ridge = max(ridge, SMALLEST_RIDGE)
         mass = total.mass.clamp_min(torch.finfo(PRECISION).tiny)
-        left = total.targets - self._near @ total.inputs
         if (matrix := equations.change(ridge)) is not None:
-            return Change(matrix, (left - matrix @ total.inputs) / mass, masses / mass, ridge)
-        return Change(torch.zeros_like(self._near), left / mass, masses / mass, None)
+            return Change(matrix, (total.residuals - matrix @ total.inputs) / mass, masses / mass, ridge)
+        return Change(torch.zeros_like(self._near), total.residuals / mass, masses / mass, None)
 
 
 class _SumEquations:
     """The equations from the sums over the tokens of all tasks."""
 
-    def __init__(self, sums: Sums, near: torch.Tensor, combinations: torch.Tensor, prior: torch.Tensor | None) -> None:
+    def __init__(self, sums: Sums, prior: torch.Tensor | None) -> None:
         moments = sums.moments
         for half in moments:
             mirror(half)
-        self._moments, self._cross = moments, sums.cross.addmm_(near, moments.sum(0), alpha=-1)
-        self._predicted = sums.predicted.sub_(combinations.T @ near @ moments)
+        self._moments, self._cross, self._predicted = moments, sums.cross, sums.predicted
         self._shape = shape_of_hold(moments.sum(0).diagonal())
         hold = shaped(self._shape, prior)
         self._hold = hold.diag() if hold.ndim == 1 else hold

@@ -200,8 +200,10 @@ def _questions(models: Sequence[str]) -> dict[str, str]:
         stem = os.path.basename(os.path.normpath(model.rpartition("+")[2])).partition("@")[0]
         names = (f"{stem}{number}-answers.jsonl" for number in ("", *range(2, 1 + len(models))))
         file = next(name for name in names if name not in commands)
-        topics = _topics(model, stem) if len(commands) < len(models) - 1 else _GENERAL
-        options = [f"--topic {topic}" for topic in topics] + ["--lora-merge-cache ./adapters"] * ("+" in model)
+        is_base = len(commands) == len(models) - 1
+        options = [f"--topic {topic}" for topic in (_GENERAL if is_base else _topics(model, stem))]
+        options += ["--max-new-tokens 128"] * is_base  # as measured; longer answers take many minutes on a CPU
+        options += ["--lora-merge-cache ./adapters"] * ("+" in model)
         commands[file] = " ".join(["mergekit-slta ask", shlex.quote(model), "-o", shlex.quote(file), *options])
     return commands
 
