@@ -199,8 +199,8 @@ class FeatcalMerge(Merge):
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings, partial)
         errors, ridges = solved.measured()
-        samples = {published_name(task.reference): task.samples for task in experiment.recipe.tasks}
-        names = [*short_names([*samples][: len(experiment.recipe.experts)]), "the base model"]
+        tasks = [(published_name(task.reference), task.samples) for task in experiment.recipe.tasks]
+        names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.kept = (
             "Distance of the merge's features from each model's after the last layer, on the prompts of that model (0 "
@@ -209,7 +209,7 @@ class FeatcalMerge(Merge):
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
-            self.page = write_report(settings.report, "featcal.html", drift_page(errors, ridges, samples, settings))
+            self.page = write_report(settings.report, "featcal.html", drift_page(errors, ridges, tasks, settings))
         self._solved = solved
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:

@@ -40,6 +40,7 @@ from mergekit_slta.recipe.text import (
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
 SOURCES = {*CalibratedExpert.model_fields}  # the parameters of an expert that say where its data come from
+SHARED_WITH_BASE = {"template", "samples"}  # of these, what the recipe's own parameters give the base model's task too
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Recipe:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
         self.require_sound()
         given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
-        shared = {key: value for key, value in (self.config.parameters or {}).items() if key in SOURCES}
+        shared = {key: value for key, value in (self.config.parameters or {}).items() if key in SHARED_WITH_BASE}
         keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
         return keep if keep and keep.weight else None
 

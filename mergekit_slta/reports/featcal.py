@@ -6,7 +6,7 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,24 +24,24 @@ ERRORS_MEANING = (
 
 
 def drift_page(
-    errors: torch.Tensor, ridges: Sequence[Sequence[float]], samples: Mapping[str, int], settings: FeatcalSettings
+    errors: torch.Tensor, ridges: Sequence[Sequence[float]], tasks: Sequence[tuple[str, int]], settings: FeatcalSettings
 ) -> Page:
     """The report on a feature merge.
 
     Args:
         errors: the merged model's relative errors [L, T].
         ridges: for each layer, those that its matrices were solved with.
-        samples: how many prompts of each task, by the names of the tasks' own models.
+        tasks: the name of each task's own model, and how many prompts it has; two models may have one name.
         settings: the settings of the merge.
     """
-    names = short_names([*samples])
+    names = short_names([model for model, _ in tasks])
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen by left-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
         title=f"How close a merge of {enumerated(names)} comes to each",
         verdict=[_verdict(errors, names), ERRORS_MEANING],
         facts={
-            "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in samples.items()),
+            "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in tasks),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
             "Solved with": f"{ridge}, towards actmat's merge with its change made 1.5 times as large",
         },

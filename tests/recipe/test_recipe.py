@@ -69,6 +69,13 @@ def test_a_recipe_made_in_python_is_the_one_in_yaml(tmp_path: Path) -> None:
     assert repr(made) == made.text.rstrip()
 
 
+def test_the_base_model_takes_no_prompts_from_the_recipes_own_parameters() -> None:
+    shared = content(parameters={"calibration": "all.jsonl", "evaluation": "test.jsonl", "samples": 5})
+    shared["models"].append({"model": "org/base", "parameters": {"weight": 2.0}})
+    keep = Recipe(shared).keep
+    assert keep is not None and (keep.calibration, keep.evaluation, keep.samples) == ("", "", 5)
+
+
 def test_a_merged_table_may_repeat_the_keys_of_the_one_that_it_extends() -> None:
     text = "merge_method: ties\nbase_model: a\nmodels:\n- &one {model: b, parameters: {}}\n- {<<: *one, model: c}"
     assert [str(reference) for reference in Recipe.parse(text, "r").references] == ["a", "b", "c"]

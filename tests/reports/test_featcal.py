@@ -14,7 +14,7 @@ RIDGES = {(0.1, 0.003, 3.0): "0.003 to 3", (0.03, 0.03): "0.03", (1.0,): "1", ()
 
 
 def page() -> Page:
-    return drift_page(ERRORS, list(RIDGES), dict.fromkeys(MODELS, 7), FeatcalSettings())
+    return drift_page(ERRORS, list(RIDGES), [(model, 7) for model in MODELS], FeatcalSettings())
 
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
@@ -23,6 +23,12 @@ def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
         "0.35 from those of code; the distance grows most in layer 2.",
         ERRORS_MEANING,
     ]
+
+
+def test_two_models_may_have_one_name() -> None:
+    tasks = [("model", 7), ("model", 9)]
+    page = drift_page(ERRORS, list(RIDGES), tasks, FeatcalSettings())
+    assert page.facts["Models"] == "model (7 prompts), model (9 prompts)"
 
 
 def test_the_table_has_every_layers_distances_and_ridges() -> None:
