@@ -74,22 +74,17 @@ class Paragraphs:
         Raises:
             SltaError: pandas is not installed.
         """
-        return as_frame(self.columns())
+        try:
+            import pandas
+        except ImportError:
+            raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
+        return pandas.DataFrame(self.columns())
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.parts()))
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def as_frame(columns: Mapping[str, Sequence[Any]]) -> pandas.DataFrame:
-    """Columns as a table of pandas; an SltaError where that is not installed."""
-    try:
-        import pandas
-    except ImportError:
-        raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
-    return pandas.DataFrame(columns)
 
 
 def as_json(content: object) -> str:

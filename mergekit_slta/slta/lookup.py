@@ -304,11 +304,11 @@ def match(
             "file, or leave the base model out of 'models'."
         )
     if all(task.calibration for task in recipe.tasks):
-        drawn_by = {"samples": most_samples(recipe), "max_tokens": experiment.settings.max_tokens}
+        own = {"samples": most_samples(recipe)} | recipe.settings.model_dump(include={"max_tokens", "seed"})
         settings = [
             f"The recipe has {name} {value}, but {path} was measured with {getattr(info, name)}: set this value, or "
             "measure into another file."
-            for name, value in (drawn_by | {"seed": experiment.settings.seed}).items()
+            for name, value in own.items()
             if value != getattr(info, name)
         ]
         # Other settings draw other samples, so the data can be compared only if the settings are equal.

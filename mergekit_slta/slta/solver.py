@@ -168,7 +168,8 @@ def equations(
     """
     weights = _weights(means, task_weights)
     matrix = torch.einsum("a,...abc->...bc", weights, means)
-    matrix.diagonal(dim1=-2, dim2=-1).add_(ridge * matrix.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True))
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    diagonal += ridge * diagonal.mean(-1, keepdim=True)
     if keep_weight:
         scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
         measured = _measured(means, task_weights)  # an expert that changes nothing on the experts' tasks is left out
