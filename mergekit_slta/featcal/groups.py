@@ -110,9 +110,9 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         for linear_map in maps:
             del kept[linear_map.name]
         given = run.inputs[module]
+        same = None if fused else (child, given[0].data_ptr(), given[0].shape[-1], given[0].numel())  # also for views
         if child in run.opened:  # whose parts the layer calls one by one, between other children
             child = module
-        same = None if fused else (child, given[0].data_ptr(), given[0].shape[-1], given[0].numel())  # also for views
         if groups and same and same == previous:
             groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps)
         else:

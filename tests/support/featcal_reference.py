@@ -88,12 +88,6 @@ WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt_neox": {"mlp.dense_4h_to_h": ("attention.dense",)},
     "opt": {"self_attn.out_proj": ()},
     "zamba2": {"mamba.out_proj": ()},
-    "longcat_flash": {
-        "self_attn.0.o_proj": (),
-        "mlps.0.down_proj": ("self_attn.0.o_proj", "mlp"),
-        "self_attn.1.o_proj": ("self_attn.0.o_proj", "mlp", "mlps.0.down_proj"),
-        "mlps.1.down_proj": ("self_attn.0.o_proj", "mlp", "mlps.0.down_proj", "self_attn.1.o_proj"),
-    },
 }
 
 
