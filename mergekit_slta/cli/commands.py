@@ -53,7 +53,7 @@ def main() -> None:
 
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
-    each expert. `linearity` measures whether features change in proportion to the experts' weights.
+    each expert. `linearity` measures whether features change in proportion to the merging weights.
     """
 
 
@@ -71,10 +71,10 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
-    '> recipe.yml', then `check` it. --calibration names a file or dataset of prompts for each expert, in their order,
-    and one more for the base model, whose abilities the merge then keeps. Without this option, the recipe names files
-    of the models' own answers, and lists the `ask` commands that write them. The methods actmat and sftm need no
-    prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
+    '> recipe.yml', then `check` it. Give --calibration once for each EXPERT, in their order, with a file or dataset of
+    its prompts, and once more for prompts of the base model, to keep its abilities. Without this option, the recipe
+    names files of the models' own answers, and lists the `ask` commands that write them. The methods actmat and sftm
+    need no prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
@@ -286,7 +286,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     _show(found, found.to_json, json_file)
 
 
-@main.command(cls=ModelCommand, short_help="Measure whether features are linear in the experts' weights.")
+@main.command(cls=ModelCommand, short_help="Measure whether features are linear in the merging weights.")
 @recipe_path
 @output_folder
 @measured_levels("model, layer, attn_mlp")
@@ -296,7 +296,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 def linearity(
     recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
-    """Measure whether RECIPE's experts change features in proportion to their weights, before merging them.
+    """Before a merge, measure whether RECIPE's experts change features in proportion to their merging weights.
 
     The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the paper's
     non-linearity score of every expert, and how far the features of merges are from the sum of the experts' changes. It

@@ -21,7 +21,7 @@ from mergekit_slta.layers.maps import LinearMap, Weights, is_fused, is_numbered,
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
 SHARED = "shared by several layers"
-NO_ROUTES = "in a module that does not receive the experts chosen for each token"
+NO_ROUTES = "in a module that is not told which routed experts each token goes to"
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
     module = maps[0].module
     given = run.inputs[module]
     if _is_router(maps[0], child, layer):
-        return "that choose a mixture's experts"
+        return "that choose a mixture's routed experts"
     if run.repeated & {child, module}:
         return "called more than once"
     tokens = run.output.shape[:2]

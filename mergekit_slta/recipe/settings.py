@@ -82,7 +82,9 @@ class CalibrationSettings(MethodSettings):
 
     runs_models: ClassVar[bool] = True
     expert: ClassVar[type[Parameters]] = CalibratedExpert
-    max_tokens: Annotated[int, Field(ge=1)] = Field(default=512, description="tokens per prompt; the rest is cut")
+    max_tokens: Annotated[int, Field(ge=1)] = Field(
+        default=512, description="tokens of a prompt with its answer; the rest is cut"
+    )
     seed: int = Field(default=0, description="seed of the random choice of prompts")
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 
@@ -118,7 +120,7 @@ class FeatcalSettings(CalibrationSettings):
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
         description="how strongly each matrix is pulled towards a point 1.5 times as far from the base as `actmat`'s "
-        "merge: a number such as 0.03, or `auto`, which tries nine from 0.0003 to 3 on prompts that are left out",
+        "merge: a number such as 0.03, or `auto`, which chooses one from 0.0003 to 3 by prompts that are left out",
     )
 
 

@@ -44,6 +44,7 @@ PROMPTS = (3, 10, 30, 100)
 KEPT = (0.3, 1.0, 3.0)  # the weights of the base model's prompts
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity", "instructions")
 GRID_METHOD = "task_arithmetic"
+FIRST_DRAWN = ("featcal", "actmat", "slta")  # so that a method has the same colour in every picture
 
 Recipe = dict[str, Any]
 # The columns of a merge, by its label; for several seeds, one table each.
@@ -218,6 +219,11 @@ def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
 
 def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Picture:
     """The means over the seeds by label, each in a band of their deviation."""
+
+    def place(label: str) -> int:
+        return next((i for i, method in enumerate(FIRST_DRAWN) if label.startswith(method)), len(FIRST_DRAWN))
+
+    series = {label: series[label] for label in sorted(series, key=place)}
     lines = [Line(label, list(own), list(map(statistics.mean, own.values()))) for label, own in series.items()]
     picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label)
     ax = picture.figure.axes[0]
@@ -225,6 +231,7 @@ def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_
         errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in own.values()]
         low, high = ([mean + sign * error for mean, error in zip(line.y, errors, strict=True)] for sign in (-1, 1))
         ax.fill_between(line.x, low, high, color=drawn.get_color(), alpha=0.15)
+    ax.set_ylim(0, 1)
     return picture
 
 
