@@ -457,8 +457,8 @@ def page(rows: list[Row]) -> str:
         f"{sum(row.seconds for row in rows) / 60:.0f} minutes on one core, from every type that transformers "
         f"{transformers.__version__} registers for causal language modeling, or for generating text from images and "
         "text. Of each type, a small base model and two experts with random weights were merged and written. "
-        "transformers loaded every tensor of the merge, and each was compared with a reference: the same merge, computed "
-        "with whole models in memory instead of layer by layer.",
+        "transformers loaded every tensor of the merge, and each was compared with a reference: the same merge, "
+        "computed with whole models in memory instead of layer by layer.",
         "",
         *_counts(decoders),
         "",
@@ -468,8 +468,8 @@ def page(rows: list[Row]) -> str:
         "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
         "4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
         "to adapt Mamba's `out_proj` and `conv1d`, and the projections in Gemma 4's towers for images and audio. A "
-        "short name such as `q_proj` in an adapter's `target_modules` matches these too, so list there the full names of "
-        "the modules to adapt.",
+        "short name such as `q_proj` in an adapter's `target_modules` matches these too, so list there the full names "
+        "of the modules to adapt.",
         "",
         "## Everything works",
     ]
