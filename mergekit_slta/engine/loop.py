@@ -34,8 +34,8 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch, takes_little
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import Weights, routed_tensors
-from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.layers.maps import routed_tensors
+from mergekit_slta.models.checkpoint import Checkpoint, Weights
 
 LOG = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
 from mergekit_slta.layers.decoder import Decoder, LayerCall, State
-from mergekit_slta.layers.maps import Weights, routed_tensors
+from mergekit_slta.layers.maps import routed_tensors
+from mergekit_slta.models.checkpoint import Weights
 
 CPU_BATCH_TOKENS = 2048
 # Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.

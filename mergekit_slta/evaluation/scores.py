@@ -13,9 +13,8 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logit_tensors, logits
-from mergekit_slta.layers.maps import Weights
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.checkpoint import Checkpoint, Weights
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
 LOGIT_POSITIONS = 1024

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.actmat.covariance import PRECISION, covariance, merge_by_covariance, merged_task
-from mergekit_slta.layers.blend import Blend
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import LinearMap, Weights
-from mergekit_slta.models.checkpoint import Checkpoint, ExpertStack
+from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Weights
 from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings

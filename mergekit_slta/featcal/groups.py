@@ -16,7 +16,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerCall, LayerRun, all_before, hidden_of, ratio
-from mergekit_slta.layers.maps import LinearMap, Weights, is_fused, is_numbered, linear_maps, takes_some_tokens
+from mergekit_slta.layers.maps import LinearMap, is_fused, is_numbered, linear_maps, takes_some_tokens
+from mergekit_slta.models.checkpoint import Weights
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"

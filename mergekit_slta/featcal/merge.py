@@ -55,8 +55,8 @@ from mergekit_slta.featcal.groups import SHARED, LayerMaps, MapGroup, groups_by_
 from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
 from mergekit_slta.layers.decoder import INPUT, Decoder, hidden_of
-from mergekit_slta.layers.maps import LinearMap, RoutedInputs, Weights, fused_hidden, is_numbered, routed_inputs
-from mergekit_slta.models.checkpoint import ExpertStack, stack_of
+from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
+from mergekit_slta.models.checkpoint import ExpertStack, Weights, stack_of
 
 LOG = logging.getLogger(__name__)
 MERGED, EXPERT = range(2)  # the streams

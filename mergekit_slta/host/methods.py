@@ -25,8 +25,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.model import SolvedModel, solve_model
 from mergekit_slta.files import STATISTICS_OF_MERGE
-from mergekit_slta.layers.blend import weighted_sum
-from mergekit_slta.models.checkpoint import is_finite
+from mergekit_slta.models.checkpoint import is_finite, weighted_sum
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name

@@ -33,7 +33,7 @@ from mergekit.options import MergeOptions, PrettyPrintHelp
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.text import model_inputs
+from mergekit_slta.recipe.settings import model_inputs
 
 READ_FROM = "0.1.5"
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder, LayerCall, Reached
-from mergekit_slta.layers.maps import LinearMap, Weights
+from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.models.checkpoint import Weights
 
 # The number of different values in a made-up tensor; it has no small divisors.
 RANDOM_NUMBERS = 1_000_003

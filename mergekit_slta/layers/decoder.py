@@ -21,8 +21,9 @@ import transformers
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.maps import Heads, Weights, linear_maps
+from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, submodule_name
+from mergekit_slta.models.checkpoint import Weights
 from mergekit_slta.models.layout import language_names
 
 # Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an

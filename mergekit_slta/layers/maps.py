@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.levels import fused_map_part
+from mergekit_slta.models.checkpoint import Weights
 from mergekit_slta.models.roles import has_transposed_experts
 
-Weights = Mapping[str, torch.Tensor]
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
 

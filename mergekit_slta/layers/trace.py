@@ -51,7 +51,8 @@ from mergekit_slta.layers.decoder import (
     ratio,
     watch,
 )
-from mergekit_slta.layers.maps import Heads, Weights, linear_maps, takes_some_tokens
+from mergekit_slta.layers.maps import Heads, linear_maps, takes_some_tokens
+from mergekit_slta.models.checkpoint import Weights
 from mergekit_slta.models.layout import meta_model
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.

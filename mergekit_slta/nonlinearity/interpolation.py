@@ -15,10 +15,9 @@ import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.layers.blend import Blend, blend
 from mergekit_slta.layers.calls import logit_tensors
-from mergekit_slta.layers.maps import Weights
 from mergekit_slta.levels import Parts
+from mergekit_slta.models.checkpoint import Blend, Weights, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow

@@ -26,16 +26,11 @@ from mergekit_slta.recipe.settings import (
     KeptBase,
     MethodSettings,
     Parameters,
-)
-from mergekit_slta.recipe.text import (
-    UniqueKeys,
     base_parameters,
     expert_parameters,
     expert_references,
-    faults,
-    misshapen,
-    yaml_fault,
 )
+from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)

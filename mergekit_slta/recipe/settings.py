@@ -1,4 +1,4 @@
-"""The parameters and properties of every merge method, one class for each.
+"""The parameters and properties of every merge method, one class for each, and what a recipe gives each model.
 
 Other rooms read a method's properties here (does it run models? the experts too?) instead of comparing its name.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+from mergekit.common import ModelReference
+from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
@@ -201,3 +203,37 @@ def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:
 
     arguments = (field.annotation, *field.metadata, WrapValidator(in_a_sentence))
     return ParameterSpec(name, Annotated[arguments], scope, default=field.default, description=field.description)
+
+
+# What a recipe gives each model, which stands under ``models``, ``slices`` or ``modules``
+
+
+def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | InputSliceDefinition]:
+    """Every mention of a model under ``models``, ``slices`` or ``modules``, in the recipe's order."""
+    of_modules = (entry for module in (config.modules or {}).values() for entry in module.models or [])
+    of_slices = (source for output in output_slices(config) for source in output.sources)
+    return [*(config.models or []), *of_modules, *of_slices]
+
+
+def output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
+    """The slices of a recipe and of its modules."""
+    modules = (config.modules or {}).values()
+    return [*(config.slices or []), *(output for module in modules for output in module.slices or [])]
+
+
+def expert_references(config: MergeConfiguration) -> list[ModelReference]:
+    """The models of a recipe except the base model, each once, in the recipe's order."""
+    named = dict.fromkeys(entry.model for entry in model_inputs(config))
+    return [model for model in named if model != config.base_model]
+
+
+def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
+    """Each expert's parameters: those of the whole merge, overridden by its own."""
+    given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
+    return {model: {**(config.parameters or {}), **given[model]} for model in expert_references(config)}
+
+
+def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
+    """The base model's own parameters, of which mergekit takes none; none if it is not listed, or without any."""
+    given = (entry.parameters for entry in model_inputs(config) if entry.model == config.base_model)
+    return dict(next(filter(None, given), {}))

@@ -1,7 +1,4 @@
-"""A recipe's text: what mergekit's configuration says of each model, and all that can be wrong with it.
-
-Each fault is one sentence; models are checked elsewhere.
-"""
+"""All that can be wrong with a recipe's text, a sentence for each fault; models are checked elsewhere."""
 
 from __future__ import annotations
 
@@ -25,58 +22,18 @@ from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ValidationError
 
 from mergekit_slta.errors import SltaError, one_line, suggestion
-from mergekit_slta.recipe.settings import MethodSettings, base_specs, parameter_specs
+from mergekit_slta.recipe.settings import (
+    MethodSettings,
+    base_parameters,
+    base_specs,
+    expert_references,
+    model_inputs,
+    output_slices,
+    parameter_specs,
+)
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
-
-
-# Models stand under ``models``, ``slices`` or ``modules``.
-
-
-def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | InputSliceDefinition]:
-    """Every mention of a model under ``models``, ``slices`` or ``modules``, in the recipe's order."""
-    of_modules = (entry for module in (config.modules or {}).values() for entry in module.models or [])
-    of_slices = (source for output in _output_slices(config) for source in output.sources)
-    return [*(config.models or []), *of_modules, *of_slices]
-
-
-def _output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
-    """The slices of a recipe and of its modules."""
-    modules = (config.modules or {}).values()
-    return [*(config.slices or []), *(output for module in modules for output in module.slices or [])]
-
-
-def expert_references(config: MergeConfiguration) -> list[ModelReference]:
-    """The models of a recipe except the base model, each once, in the recipe's order."""
-    named = dict.fromkeys(entry.model for entry in model_inputs(config))
-    return [model for model in named if model != config.base_model]
-
-
-def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
-    """Each expert's parameters: those of the whole merge, overridden by its own."""
-    given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
-    return {model: {**(config.parameters or {}), **given[model]} for model in expert_references(config)}
-
-
-def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
-    """The base model's own parameters, of which mergekit takes none; none if it is not listed, or without any."""
-    given = (entry.parameters for entry in model_inputs(config) if entry.model == config.base_model)
-    return dict(next(filter(None, given), {}))
-
-
-def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
-    """Every ``parameters:`` table: its place for error messages, what it holds, and the model that it is of, if any."""
-    yield "the recipe's parameters", config.parameters or {}, None
-    for name, module in (config.modules or {}).items():
-        yield f"the parameters of the module {name}", module.parameters or {}, None
-    for output in _output_slices(config):
-        yield "the parameters of a slice", output.parameters or {}, None
-    for entry in model_inputs(config):
-        yield f"the parameters of {entry.model}", entry.parameters or {}, entry.model
-
-
-# What can be wrong
 
 
 def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
@@ -96,6 +53,17 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
         yield from _parameters(where, table, model is not None, known, settings)
     yield from _data_types(config)
     yield from _chat_template(config)
+
+
+def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
+    """Every ``parameters:`` table: its place for error messages, what it holds, and the model that it is of, if any."""
+    yield "the recipe's parameters", config.parameters or {}, None
+    for name, module in (config.modules or {}).items():
+        yield f"the parameters of the module {name}", module.parameters or {}, None
+    for output in output_slices(config):
+        yield "the parameters of a slice", output.parameters or {}, None
+    for entry in model_inputs(config):
+        yield f"the parameters of {entry.model}", entry.parameters or {}, entry.model
 
 
 class UniqueKeys(yaml.SafeLoader):

@@ -31,8 +31,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import Weights
-from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.checkpoint import Checkpoint, Weights
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
 
 LOG = logging.getLogger(__name__)

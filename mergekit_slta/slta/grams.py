@@ -17,16 +17,9 @@ from mergekit_slta.engine.streams import Streams
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
-from mergekit_slta.layers.maps import (
-    Heads,
-    LinearMap,
-    RoutedInputs,
-    Weights,
-    fused_hidden,
-    linear_maps,
-    routed_inputs,
-)
+from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
+from mergekit_slta.models.checkpoint import Weights
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]

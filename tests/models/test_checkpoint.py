@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.checkpoint import ExpertStack
+from mergekit_slta.models.checkpoint import ExpertStack, blend, stack_of
 from mergekit_slta.models.headers import folder_headers
 from mergekit_slta.models.layout import meta_model
 
@@ -120,3 +120,25 @@ def test_experts_that_change_while_they_are_used_are_refused(make_family: MakeFa
     (family.base / "model.safetensors").touch()
     with pytest.raises(SltaError, match="have changed while they were read"):
         stack[0]
+
+
+# Weighted sums
+
+
+def test_numbers_that_are_no_weights_stay_the_base_models() -> None:
+    """Such as buffers that count."""
+    base, expert = {"count": torch.tensor([1, 2])}, {"count": torch.tensor([5, 5])}
+    assert torch.equal(blend(base, [expert], torch.ones(1, dtype=torch.float64))["count"], base["count"])
+
+
+def test_a_mixtures_experts_are_blended_one_by_one() -> None:
+    """To the same values as all at once."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(4, 6, 5, generator=generator) for _ in range(3)]
+    stacks = [stack_of(tensor, torch.device("cpu")) for tensor in whole]
+    alpha = torch.tensor([0.3, 0.9], dtype=torch.float64)
+    found, expected = (
+        blend({"w": base}, [{"w": expert} for expert in experts], alpha)["w"] for base, *experts in (stacks, whole)
+    )
+    assert isinstance(found, ExpertStack)
+    assert torch.equal(found, expected)
