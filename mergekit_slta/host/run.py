@@ -109,7 +109,7 @@ def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[M
     """
     from mergekit.merge import run_merge  # not above: it may be what imports this module
 
-    from mergekit_slta.host import patches  # noqa: F401 - mergekit must know the methods where start-up files are off
+    from mergekit_slta.host import patches  # noqa: F401 - mergekit's planning is replaced, also without start-up files
 
     if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
         raise TypeError(f"merge has no option {', '.join(unknown)}.")
