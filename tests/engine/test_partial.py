@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,6 @@ def begun(folder: Path, run: str = "") -> Partial:
     with partial.held(Ranks()):
         partial.begin({"base": run}, Ranks())
     return partial
-
-
-# In this process
 
 
 @pytest.mark.parametrize(
@@ -100,23 +96,7 @@ def test_another_rank_that_is_done_leaves_the_lock_of_the_first(tmp_path: Path) 
         assert (tmp_path / "partial" / LOCK).exists()
 
 
-def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial = begun(tmp_path / "partial", "a")
-    partial.finish_layer(0, {"layer.0": torch.zeros(1)})
-    partial.finish({"edge": torch.zeros(1)})
-
-    def killed(folder: Path, ignore_errors: bool) -> None:
-        raise Interrupted
-
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(Interrupted):
-        partial.remove()
-    assert not begun(partial.folder, "a").finished([{"layer.0": (1,)}])
-
-
-# Killed
+# Left by an interruption
 
 
 @pytest.fixture(scope="module")
@@ -139,28 +119,6 @@ def recipe(family: Family, **changes: Any) -> dict[str, Any]:
 
 def measure(content: dict[str, Any], path: Path, levels: tuple[str, ...] = LEVELS) -> None:
     measured_statistics(families.experiment(content), levels, path)
-
-
-def test_killed_after_a_layer(forks: ForkServerContext, family: Family, uninterrupted: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "stats.safetensors"
-    process = families.started(forks, measure, recipe(family), path, stop_after=2)
-    before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
-    assert sorted(file.name for file in before) == sorted(
-        [LOCK, RUN, *(f"layer-{number:04d}.safetensors" for number in range(3))]
-    )
-    with pytest.raises(SltaError, match="Another process or thread is working in .*partial: wait until it has ended"):
-        measure(recipe(family), path)
-    assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
-    process.kill()
-    process.join()
-    assert not path.exists()
-    LoaderCache.loaders.clear()
-    measure(recipe(family), path)
-    assert path.read_bytes() == uninterrupted
-    assert not partial_of(path).exists()
-
-
-# Left by an interruption
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""Layers run one at a time against the model's own forward pass, and how they split against a table made by hand."""
+"""Decoders that need images, whose layers do not split, or that are refused.
+
+That layers run one at a time do what the whole model does is what tests/test_architectures.py says of all the others.
+"""
 
 import copy
 from typing import Any
@@ -8,46 +11,16 @@ import torch
 import transformers
 from support import families, reference
 from support.architecture_scan import small_decoder
-from support.families import LAYERS, PAD
+from support.families import LAYERS
 from support.processes import run_python
 from support.rounding import rounding
 
-from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import embed, logits
-from mergekit_slta.layers.decoder import Decoder, LayerCall
+from mergekit_slta.layers.calls import embed
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import LEVELS
 
-LENGTHS = (9, 5)
 TOLERANCE = 4 * rounding(8 * LAYERS)  # of states up to four, after some eight sums in each layer
-
-State = dict[str, torch.Tensor]
-
-
-def opened(config: transformers.PretrainedConfig) -> tuple[Any, Decoder, State]:
-    """A random model, its decoder without weights, and the weights."""
-    model = families.random_model(config)
-    config.architectures = [type(model).__name__]
-    return model, trace(config), dict(model.state_dict())
-
-
-def padded_ids() -> torch.Tensor:
-    ids = torch.randint(3, families.VOCABULARY, (2, max(LENGTHS)), generator=torch.Generator().manual_seed(0))
-    ids[1, LENGTHS[1] :] = PAD
-    return ids
-
-
-def edges_of(decoder: Decoder, state: State) -> State:
-    return {name: state[name] for name in decoder.edge_tensors}
-
-
-def weights_of(decoder: Decoder, state: State, layer: int) -> State:
-    return {name: state[full] for name, full in decoder.layer_tensors(layer).items()}
-
-
-def embedded(decoder: Decoder, state: State, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-    return embed(decoder, ids, edges_of(decoder, state))
 
 
 def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
@@ -55,44 +28,6 @@ def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
     before = copy.deepcopy(vars(config))
     trace(config)
     assert vars(config) == before
-
-
-@pytest.mark.parametrize("architecture", families.ARCHITECTURES)
-@torch.no_grad()
-def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) -> None:
-    """On a padded batch, in which each sample is compared with its own unpadded run; alone where padding matters."""
-    model, decoder, state = opened(families.config_of(architecture))
-    ids = padded_ids()
-    expected = []
-    for row, length in enumerate(LENGTHS):
-        reference.forget(model)
-        expected.append(reference.layer_outputs(model, ids[row : row + 1, :length], decoder.layers_path))
-    for rows in ((0,), (1,)) if padding_matters(decoder, LENGTHS) else ((0, 1),):
-        hidden, calls = embedded(decoder, state, ids[list(rows), : max(LENGTHS[row] for row in rows)])
-        assert len(decoder) == len(calls) == LAYERS
-        for layer in range(LAYERS):
-            run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
-            hidden = run.output
-            for states, row in zip(hidden, rows, strict=True):
-                assert torch.allclose(states[: LENGTHS[row]], expected[row][layer][0], atol=TOLERANCE)
-        if rows[0] == 0:
-            found = logits(decoder, hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
-            reference.forget(model)
-            assert torch.allclose(found, model(ids[:1, : LENGTHS[0]]).logits, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
-def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
-    """Rotary embeddings that depend on the length matter beyond the original context only.
-
-    MiniMax's checkpoints hold its causal mask, so that random weights do not show that it is causal.
-    """
-    decoder = families.skeleton(architecture)
-    handing_on = architecture in ("gemma3n", "gemma4", "zaya", "glm_moe_dsa", "minimax")
-    long = architecture == "phi3_longrope"
-    assert padding_matters(decoder, (3, 20, 60)) == (handing_on or long)
-    assert padding_matters(decoder, (3, 5, 8)) == handing_on
-    assert not padding_matters(decoder, (20, 20))
 
 
 _TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -122,34 +57,18 @@ _VISION = _TINY | {"image_size": 16, "patch_size": 8}
 )
 @torch.no_grad()
 def test_a_wrapper_for_images_runs_on_text(config: transformers.PretrainedConfig, tower: str) -> None:
-    model, decoder, state = opened(config)
-    ids = padded_ids()[:1]
-    hidden, calls = embedded(decoder, state, ids)
+    model = families.random_model(config)
+    config.architectures = [type(model).__name__]
+    decoder, state = trace(config), model.state_dict()
+    ids = torch.randint(3, families.VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(0))
+    hidden, calls = embed(decoder, ids, {name: state[name] for name in decoder.edge_tensors})
     assert (decoder.body is decoder.tower is not decoder.model.base_model) == bool(tower)
     path = decoder.layers_path.removeprefix(f"{tower}.")
     expected = reference.layer_outputs(model.get_submodule(tower), ids, path)
     for layer in range(len(decoder)):
-        hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
+        weights = {name: state[full] for name, full in decoder.layer_tensors(layer).items()}
+        hidden = decoder.run(layer, weights, hidden, calls[layer]).output
         assert torch.allclose(hidden, expected[layer], atol=TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        families.config_of("gemma3", use_bidirectional_attention=True),
-        families.config_of("gemma4", use_bidirectional_attention="all"),
-        families.config_of("llama", is_causal=False),
-        transformers.BertConfig(vocab_size=families.VOCABULARY, **_TINY),
-    ],
-    ids=lambda config: str(config.model_type),
-)
-@torch.no_grad()
-def test_padding_matters_where_a_token_sees_later_ones(config: transformers.PretrainedConfig) -> None:
-    model, decoder, _ = opened(config)
-    first, other = (model(torch.tensor([[5, 6, last]])).logits[0, 0] for last in (7, 8))
-    assert not torch.allclose(first, other, atol=TOLERANCE)  # that it is such a model
-    assert not decoder.form.causal
-    assert padding_matters(decoder, (3, 5))
 
 
 @pytest.mark.parametrize(
@@ -194,29 +113,9 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
         )
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (transformers.T5Config(architectures=["T5ForConditionalGeneration"]), "encoder-decoder.*actmat"),
-        (transformers.BertConfig(architectures=["BertForMaskedLM"]), "not a decoder-only.*actmat"),
-        (transformers.LlamaConfig(architectures=None), "architectures"),
-    ],
-    ids=["t5", "bert", "none"],
-)
-def test_other_kinds_of_models_are_refused(config: transformers.PretrainedConfig, words: str) -> None:
-    with pytest.raises(SltaError, match=words):
-        trace(config)
-
-
-# Submodules
-
-
-def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
-    decoder = families.skeleton("llama")
-    assert decoder.submodules("layer", 2) == ["layer.2"]
-    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert decoder.submodules("head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
-    assert decoder.submodules("linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
+def test_an_encoder_is_refused() -> None:
+    with pytest.raises(SltaError, match="not a decoder-only.*actmat"):
+        trace(transformers.BertConfig(architectures=["BertForMaskedLM"]))
 
 
 SMALL: dict[str, Any] = families.GROUPED | {"head_dim": 8}

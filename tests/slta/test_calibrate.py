@@ -60,6 +60,8 @@ SHORT = {"max_position_embeddings": ORIGINAL_CONTEXT}
     ("architecture", "changes"),
     [
         ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma4", {"use_bidirectional_attention": "all"}),
+        ("llama", {"is_causal": False}),
         ("llama", SHORT | {"rope_parameters": DYNAMIC}),
         ("gemma3", SHORT | {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}}),
     ],
