@@ -137,6 +137,22 @@ def test_every_tensor_is_merged_as_the_base_model_stores_it(
         assert wrong_tensors(store, expected(stores, method, statistics), stores[0]) == []
 
 
+def bare(tensors: State) -> None:
+    """Name tensors as the model without its head does."""
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+
+def test_a_checkpoint_of_the_bare_body_is_that_of_the_model(tmp_path: Path) -> None:
+    """An expert's, all experts', and the base model's too."""
+    family = families.make_family(tmp_path, "gpt2", records=2)
+    expected = load(merged(family, "slta", tmp_path / "out"))[0]
+    for folder in reversed(family.folders):
+        edit_tensors(folder, bare)
+        found = load(merged(family, "slta", tmp_path / f"out-{folder.name}"))[0]
+        assert wrong_tensors(found, expected.__getitem__, expected) == []
+
+
 @pytest.mark.parametrize(("method", "fuse_base"), [("slta", False), ("actmat", True)])
 def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
     method: str, fuse_base: bool, tmp_path: Path

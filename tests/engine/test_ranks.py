@@ -1,6 +1,6 @@
 """Processes that share a calibration measure what one alone measures, and fail together."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.context import ForkServerContext
@@ -29,8 +29,6 @@ from mergekit_slta.nonlinearity.studies import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.lookup import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
-
-Grams = Mapping[str, torch.Tensor]
 
 
 @contextmanager

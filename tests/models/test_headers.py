@@ -13,14 +13,13 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
-from safetensors.torch import load_file, save_file
 from support.copies import pickled, sharded
 from support.examining import edit_config
 from support.families import Family
 from support.hub import Hub, serve
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import TensorHeader, folder_headers, local_folder, open_model
+from mergekit_slta.models.headers import folder_headers, local_folder, open_model
 
 
 @pytest.fixture
@@ -33,16 +32,6 @@ def refusal(folder: Path | str) -> str:
     with pytest.raises(SltaError) as error:
         open_model(ModelReference.parse(str(folder)))
     return error.value.message
-
-
-def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
-    model = open_model(ModelReference.parse(str(folder)))
-    assert model.architecture == "LlamaForCausalLM"
-    assert model.folder == folder
-    assert model.tensor("model.norm.weight") == model.tensor("norm.weight") == TensorHeader((32,), 128)
-    assert model.tensor("model.norm.bias") is None
 
 
 def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:

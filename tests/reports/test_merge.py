@@ -163,10 +163,9 @@ def test_a_submodule_counts_by_its_share_of_the_change() -> None:
     powers = [0.1, 1.0, 3.0, 0.5]
     kept = 1 / (1 + torch.tensor(powers).double())
     solution = interfering(powers, "attn_mlp").solve()
-    for found, own in (
-        (solution.kept, kept),
-        *zip(kept_by_layer(solution).values(), (kept[:2], kept[2:]), strict=True),
-    ):
+    by_layer = kept_by_layer(solution)
+    assert list(by_layer) == [0, 1]
+    for found, own in ((solution.kept, kept), (by_layer[0], kept[:2]), (by_layer[1], kept[2:])):
         torch.testing.assert_close(found, (own.square().sum() / own.sum()).repeat(2))
 
 
