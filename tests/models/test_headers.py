@@ -59,10 +59,15 @@ def shard(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def add_to_index(folder: Path) -> None:
-    index = shard(folder)
-    places = json.loads(index.read_text())["weight_map"] | {"model.extra": SHARD}
-    index.write_text(json.dumps({"weight_map": places}))
+def indexed(tensor: str, file: str) -> Callable[[Path], object]:
+    """Let the index of a folder's shards name a file for a tensor."""
+
+    def change(folder: Path) -> None:
+        index = shard(folder)
+        places = json.loads(index.read_text())["weight_map"] | {tensor: file}
+        index.write_text(json.dumps({"weight_map": places}))
+
+    return change
 
 
 def run_code_in_pickle(folder: Path) -> None:
@@ -91,7 +96,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: shard(folder).with_name(SHARD).unlink(),
         f"lacks {SHARD}, which its index names: complete the download.",
     ),
-    "a missing tensor": (add_to_index, f"{SHARD} lacks model.extra, which the index expects there"),
+    **{
+        f"an index to {file}": (indexed("lm_head.weight", file), "which is not in the model's folder")
+        for file in ("../base/model.safetensors", "/etc/passwd", "sub/model.safetensors")
+    },
+    "a missing tensor": (indexed("model.extra", SHARD), f"{SHARD} lacks model.extra, which the index expects there"),
     "an index without JSON": (
         lambda folder: shard(folder).write_text("{"),
         "model.safetensors.index.json cannot be read",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from mergekit.common import ModelReference
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
 from support.adapters import write_adapter
@@ -87,7 +88,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     experts = {
         "org/math": {"calibration": "hf:openai/gsm8k?config=main"},
         "org/local": {"calibration": "/home/somebody/private data.jsonl"},
-        "org/base+org/adapter@v1": {"calibration": "a.jsonl"},
+        "org/base+org/adapter@v1": {"calibration": "hf:/home/somebody/set?split=x"},
     }
     recipe = families.recipe_of("org/base", experts)
     found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe))
@@ -95,8 +96,14 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
     assert "| [org/math](https://huggingface.co/org/math) | `hf:openai/gsm8k?config=main` |" in found.text
     assert "| `org/local` | `private data.jsonl` |" in found.text
-    assert "[org/adapter@v1](https://huggingface.co/org/adapter)" in found.text
+    assert "[org/adapter@v1](https://huggingface.co/org/adapter) | `hf:set?split=x` |" in found.text
     assert "somebody" not in str(found)
+
+
+def test_names_stay_code() -> None:
+    reference = ModelReference.model_validate("/models/a`b|<script>")
+    (shown,) = [module._linked(reference)]
+    assert shown == "`a'b|<script>`"
 
 
 def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:
