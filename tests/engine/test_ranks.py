@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import MakeFamily, WriteRecipe
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families
 from support.adapters import write_adapter
@@ -62,7 +61,6 @@ def test_processes_together_merge_to_the_same_tensors(
     content = families.recipe(family, "featcal", **settings)
     alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")
     said = Elements(page.read_text()).text
-    LoaderCache.loaders.clear()
     with pytest.raises(families.Interrupted), families.after_layer(1):
         families.merge(content, tmp_path / "together")
     partial = tmp_path / "together" / PARTIAL_OF_MERGE

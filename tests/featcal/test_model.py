@@ -26,7 +26,6 @@ from mergekit_slta.featcal import model as module
 from mergekit_slta.featcal.model import ANSWER_WEIGHT as W
 from mergekit_slta.featcal.model import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
@@ -35,11 +34,6 @@ DEEP = 4
 
 State = dict[str, torch.Tensor]
 Recipe = dict[str, Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    patches.install()
 
 
 def solve(content: Recipe, folder: Path, **arguments: Any) -> SolvedModel:

@@ -16,7 +16,6 @@ from support.command import run
 from support.families import Family
 
 from mergekit_slta import __version__
-from mergekit_slta.host import patches
 from mergekit_slta.output import card as module
 from mergekit_slta.output.card import INSTALL
 from mergekit_slta.recipe.recipe import Recipe
@@ -28,7 +27,6 @@ OPTIONS = {"write_model_card": True}
 @pytest.fixture(scope="module")
 def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A merge by mergekit-yaml, whose recipe names everything by absolute paths."""
-    patches.install()
     folder = tmp_path_factory.mktemp("card")
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)

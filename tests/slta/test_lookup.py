@@ -253,7 +253,6 @@ def statistics_in(out: Path) -> Path:
 
 
 def merged(content: dict[str, Any], out: Path) -> Statistics:
-    LoaderCache.loaders.clear()
     return Statistics.load(families.merge(content, out))
 
 
