@@ -17,10 +17,10 @@ from conftest import MakeFamily
 from mergekit import options as mergekit_options
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.scripts import multimerge
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import command, families
 from support.families import Family
-from support.merging import State
+from support.merging import State, stored
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
@@ -66,20 +66,16 @@ def assert_equal(found: State, expected: State) -> None:
 
 def test_many_threads_agree_with_one(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = families.recipe(llama, "featcal", samples=2)
-    expected = weights(families.merge(content, tmp_path / "out"))
+    expected = stored(families.merge(content, tmp_path / "out"))
     monkeypatch.setattr(mergekit.merge, "Executor", ThreadedExecutor)
     families.merge(content, tmp_path / "threads")
     assert_equal(ThreadedExecutor.merged, expected)
 
 
-def weights(folder: Path) -> State:
-    return load_file(folder / "model.safetensors")
-
-
 def alone(content: dict[str, Any], out: Path, **options: Any) -> State:
     """A merge by a process that has merged nothing before."""
     LoaderCache.loaders.clear()
-    return weights(families.merge(content, out, **options))
+    return stored(families.merge(content, out, **options))
 
 
 def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
@@ -95,14 +91,14 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
     command.run(tmp_path / "recipes.yml", *options, program=multimerge.main)
     del first["name"]
     second["models"][1]["model"] = str(parts / "first")
-    assert_equal(weights(parts / "first"), alone(first, tmp_path / "alone"))
-    assert_equal(weights(tmp_path / "out"), alone(second, tmp_path / "second"))
+    assert_equal(stored(parts / "first"), alone(first, tmp_path / "alone"))
+    assert_equal(stored(tmp_path / "out"), alone(second, tmp_path / "second"))
 
 
 def replace(folder: Path) -> None:
     """Save an expert after another training as other programs do: to a new file that gets the old one's name."""
     generator = torch.Generator().manual_seed(7)
-    tensors = {name: own + 0.05 * torch.randn(own.shape, generator=generator) for name, own in weights(folder).items()}
+    tensors = {name: own + 0.05 * torch.randn(own.shape, generator=generator) for name, own in stored(folder).items()}
     save_file(tensors, folder / "new.safetensors", {"format": "pt"})
     (folder / "new.safetensors").replace(folder / "model.safetensors")
 
@@ -114,9 +110,9 @@ def test_an_expert_that_is_replaced_between_two_merges_is_read_anew(
     family = make_family()
     per_expert = {"weight": 0.5} if method == "task_arithmetic" else None
     content = families.recipe(family, method, calibration=method == "slta", per_expert=per_expert)
-    before = weights(families.merge(content, tmp_path / "before"))
+    before = stored(families.merge(content, tmp_path / "before"))
     replace(family.experts[0])
-    found = weights(families.merge(content, tmp_path / "after"))
+    found = stored(families.merge(content, tmp_path / "after"))
     assert_equal(found, alone(content, tmp_path / "alone"))
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
 
@@ -218,7 +214,7 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
     more: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
     assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
     assert verify(recipe, tmp_path / "ours").problems == ()
-    assert_equal(weights(tmp_path / "ours"), weights(families.merge(content, tmp_path / "theirs")))
+    assert_equal(stored(tmp_path / "ours"), stored(families.merge(content, tmp_path / "theirs")))
 
 
 def test_its_options_are_mergekits() -> None:
