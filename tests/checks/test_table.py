@@ -463,9 +463,7 @@ def a_new_token(case: Case) -> None:
     "edit",
     [
         crimes("sftm"),
-        lambda c: c.of(tied(True)),
         lambda c: c.of(olmo()).use(level="layer"),
-        lambda c: c.adapt(c.lora("q_proj", "down_proj")),
         lambda c: c.of("qwen3_moe").adapt(c.lora(parameters=FUSED)),
         lambda c: c.of("mixtral").adapt(c.lora(parameters=["mlp.gate.weight"])),
         copies_of_the_ends,
