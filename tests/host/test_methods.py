@@ -42,32 +42,8 @@ def test_an_slta_merge_with_settings_in_quotes_equals_the_naive_one(llama: Famil
 # featcal
 
 
-def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
-    """A recipe that the naive reference can follow, with a ridge that is given."""
-    return families.recipe(family, "featcal", **{"ridge": 0.1, **parameters})
-
-
-def anchor_of(family: Family, folder: Path, **more: Any) -> dict[str, torch.Tensor]:
-    """The merge by ``actmat``."""
-    return merged_state(families.merge(families.recipe(family, "actmat", calibration=False, **more), folder))
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "falcon_new", "mixtral", "bloom"])
-def test_every_tensor_is_the_solved_one_or_the_anchors(
-    architecture: str, make_family: MakeFamily, tmp_path: Path
-) -> None:
-    """Under whatever names mergekit asks for them and a checkpoint stores them."""
-    family = make_family(architecture)
-    families.feature_merge(family, tmp_path / "solved")
-    expected = anchor_of(family, tmp_path / "anchor")
-    expected |= {name: tensor.double() for name, tensor in families.solved_tensors(tmp_path / "solved").items()}
-    found = merged_state(families.merge(feature_recipe(family), tmp_path / "out"))
-    assert set(found) == set(expected)
-    assert worst_error(found, expected) < 1e-6
-
-
 def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path) -> None:
-    content = feature_recipe(llama, experts=[0, 1])
+    content = families.recipe(llama, "featcal", experts=[0, 1], ridge=0.1)
     for index, entry in enumerate(content["models"]):
         adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", "q_proj", "v_proj", seed=index)
         entry["model"] = f"{llama.base}+{adapter}"
