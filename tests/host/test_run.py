@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import mergekit.merge
 import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import MakeFamily
 from mergekit import options as mergekit_options
-from mergekit.io.tasks import LoaderCache, SaveTensor
+from mergekit.io.tasks import LoaderCache
 from mergekit.scripts import multimerge
 from safetensors.torch import save_file
 from support import command, families
@@ -33,43 +30,9 @@ from mergekit_slta.recipe.recipe import Recipe
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
 
 
-class ThreadedExecutor:
-    """Merges all tensors at once on many threads, as mergekit's own does under ``--multi-gpu``."""
-
-    merged: dict[str, torch.Tensor]
-
-    def __init__(self, targets: list[Any], **settings: Any) -> None:
-        self.tasks = [task.tensor_task for task in targets if isinstance(task, SaveTensor)]
-
-    def run(self, quiet: bool) -> list[Any]:
-        together = threading.Barrier(len(self.tasks), timeout=300)  # if one fails, all do
-
-        def merge(task: Any) -> torch.Tensor:
-            tensors = task.gather_tensors.execute(
-                **{name: load.execute() for name, load in task.gather_tensors.arguments().items()}
-            )
-            together.wait()
-            merged: torch.Tensor = task.execute(tensors)
-            return merged
-
-        with ThreadPoolExecutor(len(self.tasks)) as pool:
-            found = list(pool.map(merge, self.tasks))
-        names = [task.output_weight.name for task in self.tasks]
-        ThreadedExecutor.merged = dict(zip(names, found, strict=True))
-        return []
-
-
 def assert_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_many_threads_agree_with_one(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = families.recipe(llama, "featcal", samples=2)
-    expected = stored(families.merge(content, tmp_path / "out"))
-    monkeypatch.setattr(mergekit.merge, "Executor", ThreadedExecutor)
-    families.merge(content, tmp_path / "threads")
-    assert_equal(ThreadedExecutor.merged, expected)
 
 
 def alone(content: dict[str, Any], out: Path, **options: Any) -> State:
