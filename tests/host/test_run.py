@@ -35,10 +35,10 @@ def assert_equal(found: State, expected: State) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def alone(content: dict[str, Any], out: Path, **options: Any) -> State:
+def alone(content: dict[str, Any], out: Path) -> State:
     """A merge by a process that has merged nothing before."""
     LoaderCache.loaders.clear()
-    return stored(families.merge(content, out, **options))
+    return stored(families.merge(content, out))
 
 
 def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
