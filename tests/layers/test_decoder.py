@@ -81,35 +81,6 @@ def test_a_child_that_ends_attention_and_feeds_the_mlp_apart_is_split_at_no_bran
     assert {fallback.coarser for fallback in found} == {"layer"}
 
 
-class Twice(torch.nn.Module):
-    """A layer that calls its only child twice, so that nothing tells what either call adds."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.norm, self.map = layer.input_layernorm, layer.self_attn.o_proj
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return hidden_states + self.map(self.norm(hidden_states + self.map(hidden_states)))
-
-
-def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -> None:
-    def change(layers: torch.nn.ModuleList) -> None:
-        layers[1] = Twice(layers[1])
-
-    decoder = families.traced(families.changed_llama(change))
-    assert decoder.structures[0].branches and not decoder.structures[1].branches
-    for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
-        assert decoder.submodules(level, 1) == parts
-    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert decoder.fallbacks("linear") == []
-    for level in ("attn_mlp", "head_mlp"):
-        (fallback,) = decoder.fallbacks(level)
-        assert str(fallback) == (
-            f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
-            "told apart."
-        )
-
-
 def test_an_encoder_is_refused() -> None:
     with pytest.raises(SltaError, match="not a decoder-only.*actmat"):
         trace(transformers.BertConfig(architectures=["BertForMaskedLM"]))
