@@ -23,17 +23,7 @@ from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
 from support.examining import edit_config, look, only, problems
 from support.families import Family
-from support.merging import (
-    State,
-    by_reference,
-    fuse_experts,
-    load,
-    merged,
-    solved,
-    stored,
-    weighted,
-    wrong_tensors,
-)
+from support.merging import State, by_reference, fuse_experts, load, merged, solved, stored, weighted, wrong_tensors
 from support.slow import slow_but
 from transformers import PretrainedConfig, Qwen3VLMoeConfig
 

@@ -13,13 +13,7 @@ import yaml
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.examining import (
-    chat_model,
-    feature_recipe,
-    look,
-    only,
-    problems,
-)
+from support.examining import chat_model, feature_recipe, look, only, problems
 from support.families import Family
 
 from mergekit_slta.featcal.model import head_to_solve

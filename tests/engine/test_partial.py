@@ -159,16 +159,10 @@ def test_layers_whose_files_are_damaged_are_computed_again(
 
 
 @pytest.mark.parametrize(
-    ("changes", "levels", "word"),
-    [({"experts": [1, 0]}, LEVELS, "experts"), ({}, ("layer",), "levels")],
-    ids=str,
+    ("changes", "levels", "word"), [({"experts": [1, 0]}, LEVELS, "experts"), ({}, ("layer",), "levels")], ids=str
 )
 def test_the_folder_of_another_calibration_is_refused_and_left_alone(
-    changes: dict[str, Any],
-    levels: tuple[str, ...],
-    word: str,
-    family: Family,
-    interrupted: Path,
+    changes: dict[str, Any], levels: tuple[str, ...], word: str, family: Family, interrupted: Path
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
     with pytest.raises(SltaError, match=f"belongs to another measurement .*different .*{word}"):

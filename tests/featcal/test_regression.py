@@ -13,14 +13,7 @@ import torch
 from support.rounding import rounding
 
 from mergekit_slta.featcal import regression
-from mergekit_slta.featcal.regression import (
-    DECISIVE,
-    LIKELY_RIDGE,
-    RIDGES,
-    SMALLEST_RIDGE,
-    Change,
-    RidgeRegression,
-)
+from mergekit_slta.featcal.regression import DECISIVE, LIKELY_RIDGE, RIDGES, SMALLEST_RIDGE, Change, RidgeRegression
 
 INPUTS, OUTPUTS = 12, 5
 TOKENS_PER_SAMPLE = 5

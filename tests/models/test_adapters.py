@@ -71,10 +71,7 @@ def edit_maps(folder: Path) -> None:
     edit_tensors(folder, edit)
 
 
-@pytest.mark.parametrize(
-    ("changed", "method"),
-    [("base", "slta"), ("adapter", "task_arithmetic")],
-)
+@pytest.mark.parametrize(("changed", "method"), [("base", "slta"), ("adapter", "task_arithmetic")])
 def test_an_adapter_is_merged_as_it_is_now(changed: str, method: str, family: Family, tmp_path: Path) -> None:
     """Its own files or the base model's were replaced by others of the same dates."""
     cache, adapter = tmp_path / "cache", write_adapter(family.base, tmp_path / "adapter")

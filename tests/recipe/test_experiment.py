@@ -58,13 +58,7 @@ def rename(folder: Path) -> None:
 )
 @pytest.mark.parametrize("method", ["slta", "featcal"])
 def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
-    method: str,
-    changes: Any,
-    moved: Any,
-    whole: bool,
-    family: Family,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    method: str, changes: Any, moved: Any, whole: bool, family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The markers of the expert's chats are tokens of its own, or in pieces, which is said once."""
     if moved:

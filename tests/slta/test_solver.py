@@ -194,8 +194,3 @@ def test_bootstrap_solves_the_drawn_samples(settings: dict[str, object]) -> None
             tasks(deltas)[rows].bincount(), tasks(deltas).bincount()
         )
     assert not torch.equal(counts, bootstrap_counts(tasks(deltas), 20, seed=1))
-
-
-def test_bootstrap_of_one_sample_says_nothing() -> None:
-    deltas = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert bootstrap(deltas @ deltas.mT, torch.tensor([0, 0, 1]), 10).std(0).isnan().all()
