@@ -105,14 +105,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return families.make_family(tmp_path_factory.mktemp("deep"), config, records=8)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("whole") / "stats.safetensors"
-    LoaderCache.loaders.clear()
-    measure(recipe(family), path)
-    return path.read_bytes()
-
-
 def recipe(family: Family, **changes: Any) -> dict[str, Any]:
     return families.recipe(family, samples=8, **changes)
 
@@ -148,13 +140,14 @@ DAMAGES: list[Callable[[Path], object]] = [
 ]
 
 
-def test_layers_whose_files_are_damaged_are_computed_again(
-    family: Family, interrupted: Path, uninterrupted: bytes
-) -> None:
+def test_layers_whose_files_are_damaged_are_computed_again(family: Family, interrupted: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.safetensors"
+    measure(recipe(family), whole)
+    LoaderCache.loaders.clear()
     for layer, damage in enumerate(DAMAGES):
         damage(partial_of(interrupted) / f"layer-{layer:04d}.safetensors")
     measure(recipe(family), interrupted)
-    assert interrupted.read_bytes() == uninterrupted
+    assert interrupted.read_bytes() == whole.read_bytes()
     assert not partial_of(interrupted).exists()
 
 

@@ -29,8 +29,6 @@ from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
-DEEP = 4
-
 State = dict[str, torch.Tensor]
 Recipe = dict[str, Any]
 
@@ -158,34 +156,19 @@ def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: l
 # Interrupted
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    config = families.config_of("gpt2", n_layer=DEEP)
-    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=6)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(deep: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The content of the finished folder."""
-    folder = tmp_path_factory.mktemp("whole")
+def test_a_killed_merge_goes_on(forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path) -> None:
+    family, whole, killed = make_family("gpt2"), tmp_path / "whole", tmp_path / "killed"
+    solve(recipe(family), whole)
     LoaderCache.loaders.clear()
-    solve(recipe(deep), folder)
-    LoaderCache.loaders.clear()
-    return contents(folder)
-
-
-def test_a_killed_merge_goes_on(
-    forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
-) -> None:
-    process = families.started(forks, solve, recipe(deep), tmp_path, stop_after=1)
+    process = families.started(forks, solve, recipe(family), killed, stop_after=1)
     with pytest.raises(SltaError, match="Another process or thread is working in"):
-        solve(recipe(deep), tmp_path)
+        solve(recipe(family), killed)
     process.kill()
     process.join()
-    finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("layer-*")}
+    finished = {file: file.stat().st_mtime_ns for file in killed.glob("layer-*")}
     assert len(finished) == 2
-    solve(recipe(deep), tmp_path)
-    assert contents(tmp_path) == uninterrupted
+    solve(recipe(family), killed)
+    assert contents(killed) == contents(whole)
     assert finished == {file: file.stat().st_mtime_ns for file in finished}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from mergekit.common import ModelPath, ModelReference
 from support.copies import pickled, sharded
 from support.examining import edit_config
 from support.families import Family
-from support.hub import Hub, serve
+from support.hub import serve
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import folder_headers, local_folder, open_model
@@ -125,13 +125,6 @@ def test_a_model_that_cannot_be_used_is_refused_in_a_sentence_that_names_it(name
     assert str(folder) in message
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    (tmp_path / "hub").mkdir()
-    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
-        yield hub
-
-
 def opened(name: str) -> dict[str, tuple[int, ...]] | str:
     """The shapes of a model's tensors, or why it cannot be used."""
     try:
@@ -141,9 +134,8 @@ def opened(name: str) -> dict[str, tuple[int, ...]] | str:
     return {name: header.shape for name, header in found.items()}
 
 
-def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: MakeFamily) -> None:
-    family = make_family(experts=2)
-    organization = hub.root / "org"
+def test_models_on_the_hub_are_seen_without_a_download(make_family: MakeFamily, tmp_path: Path) -> None:
+    family, organization = make_family(experts=2), tmp_path / "hub" / "org"
     for name, folder in zip(("whole", "empty"), family.folders, strict=False):
         shutil.copytree(folder, organization / name)
     pickled(family.base, organization / "pickled")
@@ -151,17 +143,18 @@ def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: Ma
     (organization / "empty" / "model.safetensors").unlink()
 
     shapes = {name: header.shape for name, header in folder_headers(family.base).items()}
-    assert opened("org/whole") == opened("org/sharded") == shapes
-    assert "config.json" in hub.fetched
-    assert not any("model" in name for name in hub.fetched if name != "model.safetensors.index.json")
-    for name, reason in {
+    reasons = {
         "org/pickled": "download pickled weights with 'hf download org/pickled' first",
         "org/empty": "has no model.safetensors on the Hub",
         "org/none": "there is no such repository, or it is private; check the name or 'hf auth login'.",
         "org/whole@v2": f"no such folder in {Path.cwd()}, and the repository has no such",
         "gated/model": "the repository is gated; ask for access",
-    }.items():
-        assert reason in opened(name)
+    }
+    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
+        assert opened("org/whole") == opened("org/sharded") == shapes
+        assert "config.json" in hub.fetched
+        assert not any("model" in name for name in hub.fetched if name != "model.safetensors.index.json")
+        assert not [name for name, reason in reasons.items() if reason not in opened(name)]
 
 
 def test_a_downloaded_model_is_read_from_the_cache(folder: Path, tmp_path: Path) -> None:
