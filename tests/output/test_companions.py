@@ -151,7 +151,7 @@ def test_a_configuration_in_the_older_form_is_written_in_both(
     assert texts[0]["rope_parameters"] == texts[1]["rope_parameters"] == inner["rope_parameters"]
 
 
-def test_an_older_entry_follows_what_the_merge_changes(family: Family, tmp_path: Path) -> None:
+def test_an_older_entry_follows_what_the_merge_changes() -> None:
     """A flat configuration of transformers 4 has in ``text_config`` what mergekit changes there."""
     merged = {"dtype": "bfloat16", "text_config": {"vocab_size": 49, "hidden_size": 32}}
     restore({"torch_dtype": "float32", "vocab_size": 64, "hidden_size": 32, "rope_theta": 3.0}, merged)
