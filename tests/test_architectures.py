@@ -158,16 +158,3 @@ def test_a_mixtures_expert_that_no_token_reaches_takes_its_branchs_weights(
     for key, tensor in expected.items():
         if key.endswith("experts.gate_up_proj"):
             assert not torch.equal(tensor[3], base[key][3])
-
-
-def test_a_map_that_is_never_called_takes_its_branchs_weights_and_the_log_says_so(
-    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Jamba's mixer uses the weights of ``dt_proj`` itself."""
-    family = make_family("jamba_dense", records=RECORDS, longest=LONGEST)
-    with caplog.at_level(logging.WARNING, "mergekit_slta"):
-        merged = families.merge(families.recipe(family, level="linear", samples=RECORDS), tmp_path / "merged")
-    base, result = family.model(0).state_dict(), loaded(merged)
-    for name in ("model.layers.0.mamba.dt_proj.weight", "model.layers.0.mamba.dt_proj.bias"):
-        assert not torch.equal(result[name].double(), base[name])
-    assert "In 2 of 21 submodules (layer.0.mamba.dt_proj ...) experts are linearly dependent or change" in caplog.text

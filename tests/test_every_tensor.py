@@ -17,24 +17,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from mergekit.io.tasks import LoaderCache
 from support import families
 from support.adapters import write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors, edited
 from support.examining import edit_config, look, only, problems
 from support.families import Family
-from support.merging import (
-    State,
-    by_reference,
-    fuse_experts,
-    load,
-    merged,
-    solved,
-    stored,
-    weighted,
-    wrong_tensors,
-)
+from support.merging import State, by_reference, fuse_experts, load, merged, solved, stored, weighted, wrong_tensors
 from support.slow import slow_but
 from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
@@ -137,6 +126,22 @@ def test_every_tensor_is_merged_as_the_base_model_stores_it(
         assert wrong_tensors(store, expected(stores, method, statistics), stores[0]) == []
 
 
+def bare(tensors: State) -> None:
+    """Name tensors as the model without its head does."""
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+
+def test_a_checkpoint_of_the_bare_body_is_that_of_the_model(tmp_path: Path) -> None:
+    """An expert's, all experts', and the base model's too."""
+    family = families.make_family(tmp_path, "gpt2", records=2)
+    expected = load(merged(family, "slta", tmp_path / "out"))[0]
+    for folder in reversed(family.folders):
+        edit_tensors(folder, bare)
+        found = load(merged(family, "slta", tmp_path / f"out-{folder.name}"))[0]
+        assert wrong_tensors(found, expected.__getitem__, expected) == []
+
+
 @pytest.mark.parametrize(("method", "fuse_base"), [("slta", False), ("actmat", True)])
 def test_experts_may_store_a_mixture_otherwise_than_the_base_model(
     method: str, fuse_base: bool, tmp_path: Path
@@ -172,7 +177,6 @@ def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
         merged(family, "slta", tmp_path / name, level="layer", statistics=str(file))
         paths = {folder.name: str(folder) for folder in family.folders}
         Statistics.load(file).solve("layer").save_recipe(tmp_path / "plain.yml", models=paths)
-        LoaderCache.loaders.clear()
         content = yaml.safe_load((tmp_path / "plain.yml").read_text())
         lost = stored(family.base).keys() - stored(families.merge(content, tmp_path / f"{name}-plain")).keys()
         lost -= {key for key in lost if ".experts." in key and layer_of(key) != families.LAYERS + 1}

@@ -11,16 +11,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from mergekit_slta.figures import (
-    Bars,
-    Line,
-    Matrix,
-    Panel,
-    Picture,
-    bar_chart,
-    heat_map,
-    line_chart,
-)
+from mergekit_slta.figures import Bars, Line, Matrix, Panel, Picture, bar_chart, heat_map, line_chart
 
 NAMES = ["_private", "cost $\\alpha$ $", "<b>&", "x" * 200, "法律", "math", "word"]
 

@@ -22,12 +22,6 @@ from mergekit_slta.slta.lookup import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
 
 
-@pytest.fixture
-def family(llama: Family) -> Family:
-    """Two experts to merge; the third one's prompts are the base model's task."""
-    return llama
-
-
 def keeping(family: Family, method: str = "slta", *experts: int, **shared: Any) -> dict[str, Any]:
     """A recipe of two experts, or those that are given, that lists the base model with the third one's prompts."""
     keep = {"weight": shared.pop("weight")} if "weight" in shared else {}
@@ -43,10 +37,10 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("level", ["model", "attn_mlp", "linear"])
-def test_one_expert_takes_its_closed_form(level: str, family: Family, tmp_path: Path) -> None:
+def test_one_expert_takes_its_closed_form(level: str, llama: Family, tmp_path: Path) -> None:
     """alpha = g / (g + kappa g_0), the sizes of the change per token measured on whole models in float64."""
-    content = keeping(family, "slta", 0, weight=2.0, level=level)
-    models, tasks = family.models()[:2], family.token_ids()
+    content = keeping(llama, "slta", 0, weight=2.0, level=level)
+    models, tasks = llama.models()[:2], llama.token_ids()
     found = measured_statistics(families.experiment(content), [level], tmp_path / "stats.safetensors")
     solution = found.solve(level, keep_weight=2.0)
     measured = reference.deltas(models, [tasks[0], tasks[2]], level, reference.SPLITS["llama"])
@@ -61,15 +55,15 @@ def test_one_expert_takes_its_closed_form(level: str, family: Family, tmp_path: 
         assert solution.kept_base[name] == pytest.approx(1 - float(solution.alpha[name]) ** 2)
 
 
-def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Path) -> None:
+def test_the_file_says_what_is_kept_and_gives_it_up(llama: Family, tmp_path: Path) -> None:
     file = tmp_path / "stats.safetensors"
-    content = keeping(family, weight=0.5, statistics=str(file))
+    content = keeping(llama, weight=0.5, statistics=str(file))
     families.merge(content, tmp_path / "merged", write_model_card=True)
     card = (tmp_path / "merged" / "README.md").read_text()
     assert re.search(r"\| Base model \| .*`task2\.jsonl`.*0\.\d\d \|", card)
     statistics = Statistics.load(file)
     assert statistics.info.keep is not None
-    assert statistics.info.keep.source == family.data[2].name
+    assert statistics.info.keep.source == llama.data[2].name
     assert statistics.task.unique().tolist() == [0, 1, 2]
     assert statistics.grams["layer.0.attn"].shape[1:] == (2, 2)
     written = json.loads(statistics.solve(keep_weight=0.5).to_json())
@@ -77,51 +71,51 @@ def test_the_file_says_what_is_kept_and_gives_it_up(family: Family, tmp_path: Pa
     assert written["kept_base"].keys() == written["alpha"].keys()
     said = (
         statistics.solve(keep_weight=0.5)
-        .save_recipe(tmp_path / "plain.yml", models={statistics.info.base_model: str(family.base)})
+        .save_recipe(tmp_path / "plain.yml", models={statistics.info.base_model: str(llama.base)})
         .read_text()
     )
     assert f"of the base model on 6 prompts of its own, with weight 0.5; sha256 {statistics.info.keep.sha256}" in said
     # A subset keeps the base model's task, under the next number.
     part = statistics.select(statistics.info.models[1])
     assert part.task.unique().tolist() == [0, 1]
-    alone = measured_statistics(families.experiment(keeping(family, "slta", 1)), ["attn_mlp"], tmp_path / "alone")
+    alone = measured_statistics(families.experiment(keeping(llama, "slta", 1)), ["attn_mlp"], tmp_path / "alone")
     for name, alpha in part.solve().alpha.items():
         assert torch.allclose(alpha, alone.solve().alpha[name], atol=1e-6, rtol=0)
     # The recipe without the base model reads the same file.
-    plain = recipe(family, experts=(0, 1), statistics=str(file))
-    without = merged(recipe(family, experts=(0, 1)), tmp_path / "without")
+    plain = recipe(llama, experts=(0, 1), statistics=str(file))
+    without = merged(recipe(llama, experts=(0, 1)), tmp_path / "without")
     assert equal(merged(plain, tmp_path / "plain"), without)
-    assert equal(merged(keeping(family, weight=0.0), tmp_path / "zero"), without)
+    assert equal(merged(keeping(llama, weight=0.0), tmp_path / "zero"), without)
     # A recipe that only weights the base model takes the file's prompts.
-    unnamed = recipe(family, experts=(0, 1), calibration=False, statistics=str(file))
-    unnamed["models"].append({"model": str(family.base), "parameters": {"weight": 0.5}})
+    unnamed = recipe(llama, experts=(0, 1), calibration=False, statistics=str(file))
+    unnamed["models"].append({"model": str(llama.base), "parameters": {"weight": 0.5}})
     assert not any("have the same prompts" in note for note in check(Recipe.parse(json.dumps(unnamed), "recipe")).notes)
     assert equal(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
 
 
-def test_a_file_without_the_base_models_task_is_refused(family: Family, tmp_path: Path) -> None:
+def test_a_file_without_the_base_models_task_is_refused(llama: Family, tmp_path: Path) -> None:
     file = tmp_path / "stats.safetensors"
-    measured_statistics(families.experiment(recipe(family, experts=(0, 1))), ["attn_mlp"], file)
+    measured_statistics(families.experiment(recipe(llama, experts=(0, 1))), ["attn_mlp"], file)
     with pytest.raises(SltaError, match="without prompts of the base model"):
         Statistics.load(file).solve(keep_weight=1.0)
-    content = keeping(family, statistics=str(file))
+    content = keeping(llama, statistics=str(file))
     assert "was measured without prompts of the base model" in problems(content)[0]
 
 
-def test_a_copy_of_the_base_model_as_an_expert_gives_the_same_feature_merge(family: Family, tmp_path: Path) -> None:
+def test_a_copy_of_the_base_model_as_an_expert_gives_the_same_feature_merge(llama: Family, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(family.base, copy)
-    copied = recipe(family, "featcal", experts=(0, 1))
-    copied["models"].append({"model": str(copy), "parameters": {"calibration": str(family.data[2])}})
-    found = merged(keeping(family, "featcal"), tmp_path / "kept")
+    shutil.copytree(llama.base, copy)
+    copied = recipe(llama, "featcal", experts=(0, 1))
+    copied["models"].append({"model": str(copy), "parameters": {"calibration": str(llama.data[2])}})
+    found = merged(keeping(llama, "featcal"), tmp_path / "kept")
     expected = merged(copied, tmp_path / "copied")
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6, rtol=1e-5), name
 
 
-def test_a_shared_template_holds_for_the_base_model_too_and_equal_prompts_are_noted(family: Family) -> None:
-    content = recipe(family, experts=(2,), keep={}, template="{text}")
+def test_a_shared_template_holds_for_the_base_model_too_and_equal_prompts_are_noted(llama: Family) -> None:
+    content = recipe(llama, experts=(2,), keep={}, template="{text}")
     found = Recipe.parse(json.dumps(content), "recipe")
     assert [task.template for task in found.tasks] == ["{text}", "{text}"]
     assert "have the same prompts, on which the merge cannot keep" in "".join(check(found).notes)
@@ -131,21 +125,21 @@ def test_a_shared_template_holds_for_the_base_model_too_and_equal_prompts_are_no
     ("method", "parameters"), [("slta", {}), ("sftm", {"calibration": "a.jsonl", "weight": 1.0})], ids=str
 )
 def test_a_base_model_without_a_task_is_ignored(
-    method: str, parameters: dict[str, Any], family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    method: str, parameters: dict[str, Any], llama: Family, tmp_path: Path
 ) -> None:
     """One without parameters, and by a method without data, which says so."""
-    content = recipe(family, method, experts=(0, 1), calibration=method == "slta")
+    content = recipe(llama, method, experts=(0, 1), calibration=method == "slta")
     without = merged(content, tmp_path / "without")
-    content["models"].append({"model": str(family.base), "parameters": parameters})
+    content["models"].append({"model": str(llama.base), "parameters": parameters})
     found = check(Recipe.parse(json.dumps(content), "recipe"))
     assert not found.problems
     assert ("'sftm' ignores calibration, weight of the base model" in "".join(found.notes)) == bool(parameters)
     assert equal(merged(content, tmp_path / "listed"), without)
 
 
-def test_a_mistake_is_one_sentence(family: Family) -> None:
-    content = recipe(family, experts=(0, 1))
-    content["models"].append({"model": str(family.base), "parameters": {"weight": -1.0, "calibration": "a.jsonl"}})
+def test_a_mistake_is_one_sentence(llama: Family) -> None:
+    content = recipe(llama, experts=(0, 1))
+    content["models"].append({"model": str(llama.base), "parameters": {"weight": -1.0, "calibration": "a.jsonl"}})
     assert re.search("'weight' in the parameters of .* greater than or equal to 0", only(content))
     content["models"][-1]["parameters"] = {"weight": 1.0}
     assert re.search("The base model .* has no 'calibration'", only(content))

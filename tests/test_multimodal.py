@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 from mergekit.common import ModelReference
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.adapters import write_adapter
@@ -132,7 +131,6 @@ def test_a_plain_recipe_tells_the_towers_apart(family_of: Callable[[str], Family
     solution.save_recipe(tmp_path / "plain.yml", models=paths)
     weights = json.dumps(families.yaml.safe_load((tmp_path / "plain.yml").read_text()))
     assert "language_model" in weights
-    LoaderCache.loaders.clear()
     for folder in family.folders:  # mergekit alone knows the names of the checkpoints on the Hub only
         as_on_the_hub(folder, tmp_path / folder.name)
     plain = weights.replace(str(family.base.parent), str(tmp_path))
@@ -156,7 +154,6 @@ def test_a_checkpoint_of_an_older_transformers_is_the_same_model(
     expected = load(families.merge(recipe, tmp_path / "same")).state_dict()
     as_on_the_hub(family.experts[0], tmp_path / "older")
     recipe["models"][0]["model"] = str(tmp_path / "older")
-    LoaderCache.loaders.clear()
     assert_tensors_equal(load(families.merge(recipe, tmp_path / "merged")).state_dict(), expected)
 
 
@@ -199,7 +196,6 @@ def test_a_text_model_is_the_language_tower_of_a_multimodal_one(
         folder = str(save_text_model(family, index, tmp_path / f"text{index}"))
         content |= {"base_model": folder} if index == 0 else {}
         content["models"][0] |= {"model": folder} if index == 1 else {}
-        LoaderCache.loaders.clear()
         merged = load(families.merge(content, tmp_path / f"merged{index}"))
         assert type(merged).__name__.endswith("ForCausalLM") == (index == 0)
         with torch.no_grad():

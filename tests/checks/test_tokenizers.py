@@ -13,17 +13,10 @@ import yaml
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.examining import (
-    chat_model,
-    feature_recipe,
-    look,
-    only,
-    problems,
-)
+from support.examining import chat_model, feature_recipe, look, only, problems
 from support.families import Family
 
 from mergekit_slta.featcal.model import head_to_solve
-from mergekit_slta.host import patches
 
 
 @pytest.mark.parametrize("source", ["base", "expert", "union"])
@@ -97,7 +90,6 @@ def test_a_head_that_mergekit_gives_other_rows_stays_the_mean(
     """It has a row for each token of the new tokenizer, without those that pad the models' own to a round number."""
     recipe = feature_recipe(family) | {"tokenizer": {"source": source}}
     assert problems(recipe) == []
-    patches.install()
     merged = load_file(next(families.merge(recipe, tmp_path / "out").glob("*.safetensors")))
     assert merged["lm_head.weight"].shape == merged["model.embed_tokens.weight"].shape
     assert caplog.text.count("because mergekit reorders its rows for the recipe's 'tokenizer'") == 1

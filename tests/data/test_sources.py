@@ -12,7 +12,7 @@ import pytest
 from support.calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
 
-from mergekit_slta.data.sources import read_records, source_key, source_name
+from mergekit_slta.data.sources import read_records, source_key
 
 pytestmark = pytest.mark.usefixtures("dataset_cache", "here")
 
@@ -183,13 +183,3 @@ def test_source_key_sees_through_spellings(tmp_path: Path, monkeypatch: pytest.M
     assert len({source_key(source) for source in repositories}) == 1
     others = ["a.jsonl", "b.jsonl", "folder", "hf:folder", "hf:folder?split=test", "hf:folder?config=c", "hf:org/data"]
     assert len({source_key(source) for source in others}) == len(others)
-
-
-def test_source_name_has_no_path_of_this_machine() -> None:
-    names = {
-        "data/math.jsonl": "data/math.jsonl",
-        "/home/alice/math.jsonl": "math.jsonl",
-        "hf:org/data?config=a&split=b": "hf:org/data?config=a&split=b",
-        "hf:/home/alice/folder?split=train": "hf:folder?split=train",
-    }
-    assert {source: source_name(source) for source in names} == names

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,6 @@ def begun(folder: Path, run: str = "") -> Partial:
     with partial.held(Ranks()):
         partial.begin({"base": run}, Ranks())
     return partial
-
-
-# In this process
 
 
 @pytest.mark.parametrize(
@@ -100,23 +96,7 @@ def test_another_rank_that_is_done_leaves_the_lock_of_the_first(tmp_path: Path) 
         assert (tmp_path / "partial" / LOCK).exists()
 
 
-def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial = begun(tmp_path / "partial", "a")
-    partial.finish_layer(0, {"layer.0": torch.zeros(1)})
-    partial.finish({"edge": torch.zeros(1)})
-
-    def killed(folder: Path, ignore_errors: bool) -> None:
-        raise Interrupted
-
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(Interrupted):
-        partial.remove()
-    assert not begun(partial.folder, "a").finished([{"layer.0": (1,)}])
-
-
-# Killed
+# Left by an interruption
 
 
 @pytest.fixture(scope="module")
@@ -125,42 +105,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return families.make_family(tmp_path_factory.mktemp("deep"), config, records=8)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(family: Family, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("whole") / "stats.safetensors"
-    LoaderCache.loaders.clear()
-    measure(recipe(family), path)
-    return path.read_bytes()
-
-
 def recipe(family: Family, **changes: Any) -> dict[str, Any]:
     return families.recipe(family, samples=8, **changes)
 
 
 def measure(content: dict[str, Any], path: Path, levels: tuple[str, ...] = LEVELS) -> None:
     measured_statistics(families.experiment(content), levels, path)
-
-
-def test_killed_after_a_layer(forks: ForkServerContext, family: Family, uninterrupted: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "stats.safetensors"
-    process = families.started(forks, measure, recipe(family), path, stop_after=2)
-    before = {file: file.read_bytes() for file in partial_of(path).iterdir()}
-    assert sorted(file.name for file in before) == sorted(
-        [LOCK, RUN, *(f"layer-{number:04d}.safetensors" for number in range(3))]
-    )
-    with pytest.raises(SltaError, match="Another process or thread is working in .*partial: wait until it has ended"):
-        measure(recipe(family), path)
-    assert {file: file.read_bytes() for file in partial_of(path).iterdir()} == before
-    process.kill()
-    process.join()
-    assert not path.exists()
-    LoaderCache.loaders.clear()
-    measure(recipe(family), path)
-    assert path.read_bytes() == uninterrupted
-    assert not partial_of(path).exists()
-
-
-# Left by an interruption
 
 
 @pytest.fixture(scope="module")
@@ -190,27 +140,22 @@ DAMAGES: list[Callable[[Path], object]] = [
 ]
 
 
-def test_layers_whose_files_are_damaged_are_computed_again(
-    family: Family, interrupted: Path, uninterrupted: bytes
-) -> None:
+def test_layers_whose_files_are_damaged_are_computed_again(family: Family, interrupted: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole.safetensors"
+    measure(recipe(family), whole)
+    LoaderCache.loaders.clear()
     for layer, damage in enumerate(DAMAGES):
         damage(partial_of(interrupted) / f"layer-{layer:04d}.safetensors")
     measure(recipe(family), interrupted)
-    assert interrupted.read_bytes() == uninterrupted
+    assert interrupted.read_bytes() == whole.read_bytes()
     assert not partial_of(interrupted).exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "levels", "word"),
-    [({"experts": [1, 0]}, LEVELS, "experts"), ({}, ("layer",), "levels")],
-    ids=str,
+    ("changes", "levels", "word"), [({"experts": [1, 0]}, LEVELS, "experts"), ({}, ("layer",), "levels")], ids=str
 )
 def test_the_folder_of_another_calibration_is_refused_and_left_alone(
-    changes: dict[str, Any],
-    levels: tuple[str, ...],
-    word: str,
-    family: Family,
-    interrupted: Path,
+    changes: dict[str, Any], levels: tuple[str, ...], word: str, family: Family, interrupted: Path
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
     with pytest.raises(SltaError, match=f"belongs to another measurement .*different .*{word}"):

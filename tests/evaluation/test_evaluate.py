@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import MakeFamily
+from evaluation.test_scores import reference
 from support import families
 from support.calibration_samples import BOS, EOS, spelled, write_jsonl
 from support.command import run
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
+from mergekit_slta.evaluation.scores import Sample
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.lookup import measure
 
@@ -54,25 +55,6 @@ def paired(make_family: MakeFamily) -> Family:
     return family
 
 
-def likelihood(model: torch.nn.Module, pairs: list[tuple[list[int], list[int]]]) -> float:
-    """The negative log-likelihood per token of the answers to prompts, record by record, without padding."""
-    losses = []
-    for prompt, answer in pairs:
-        with torch.no_grad():
-            logs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
-        losses += [-float(logs[len(prompt) + index - 1, token]) for index, token in enumerate(answer)]
-    return sum(losses) / len(losses)
-
-
-def decodes(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
-    """Whether greedy decoding gives the answer."""
-    decoded = list(prompt)
-    for _ in answer:
-        with torch.no_grad():
-            decoded.append(int(model(torch.tensor([decoded])).logits[0, -1].argmax()))
-    return decoded[len(prompt) :] == answer
-
-
 def test_all_models_stand_side_by_side(paired: Family) -> None:
     outs = [paired.experts[1], paired.base]
     found = evaluate(recipe_of(paired), outs, samples=4, quiet=True)
@@ -81,17 +63,18 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
     models = dict(zip(("base", "expert expert0", "expert expert1"), paired.models(), strict=True))
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     for index, task in enumerate(found.tasks.values()):
-        answers = []
+        samples = []
         for record in held_out_records(paired, index)[:4]:
             prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
             answer = tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
-            answers.append((prompt, answer))
+            samples.append(Sample((*prompt, *answer), len(prompt), len(prompt) + len(answer)))
         assert (task.model, task.records, task.answers) == (f"expert{index}", 4, 4)
-        assert task.tokens == sum(len(answer) for _, answer in answers)
+        assert task.tokens == sum(sample.end - sample.begin for sample in samples)
         assert list(task.scores) == [*models, *merged]
         for name, model in models.items():
-            assert task.scores[name].loss == pytest.approx(likelihood(model, answers), rel=1e-5)
-            assert task.scores[name].exact == sum(decodes(model, *pair) for pair in answers) / 4
+            losses, _, exact = zip(*reference(model, samples), strict=True)
+            assert task.scores[name].loss == pytest.approx(sum(losses) / task.tokens, rel=1e-5)
+            assert task.scores[name].exact == sum(exact) / 4
         assert task.scores[merged[0]] == task.scores["expert expert1"] and task.scores[merged[1]] == task.scores["base"]
         loss = {name: score.loss for name, score in task.scores.items()}
         gain = loss["base"] - loss[f"expert expert{index}"]

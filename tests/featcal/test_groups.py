@@ -14,7 +14,6 @@ from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, k
 from mergekit_slta.layers.decoder import INPUT
 from mergekit_slta.layers.maps import linear_maps
 
-ATTENTION = ("self_attn.q_proj/k_proj/v_proj", "self_attn.o_proj")
 ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODAL)
 
 # The maps that stay the anchor's in some layer, by name; routed experts by their module.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import re
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -17,7 +14,6 @@ import torch
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
-from safetensors.torch import load_file
 from support import families
 from support.families import Family
 from support.merging import counted
@@ -29,20 +25,12 @@ from mergekit_slta.featcal import model as module
 from mergekit_slta.featcal.model import ANSWER_WEIGHT as W
 from mergekit_slta.featcal.model import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.host import patches
 from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
-DEEP = 4
-
 State = dict[str, torch.Tensor]
 Recipe = dict[str, Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    patches.install()
 
 
 def solve(content: Recipe, folder: Path, **arguments: Any) -> SolvedModel:
@@ -60,10 +48,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def merged(out: Path) -> State:
-    return {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
 def equal(first: State, second: State) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], tensor) for name, tensor in second.items())
 
@@ -78,11 +62,12 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[int], tmp_path: Path) -> None:
+    """Nor when the recipe is given a report."""
     solve(recipe(llama), tmp_path)
     first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
-    found = solve(recipe(llama, ridge="auto"), tmp_path)
+    found = solve(recipe(llama, ridge="auto", report=str(tmp_path / "report")), tmp_path)
     assert len(merges) == 1
     assert contents(tmp_path) == first
     for name, tensor in families.solved_tensors(tmp_path).items():
@@ -138,39 +123,6 @@ def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_i
     assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
 
 
-def test_a_report_is_asked_for_of_the_same_merge(llama: Family, merges: list[int], tmp_path: Path) -> None:
-    """So a merge that was killed goes on when the recipe is given a report."""
-    solve(recipe(llama), tmp_path / "solved")
-    solve(recipe(llama, report=str(tmp_path / "report")), tmp_path / "solved")
-    assert len(merges) == 1
-
-
-# Tensors
-
-
-def test_a_tied_head_stays_without_a_word(
-    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    family = make_family("gemma")
-    with caplog.at_level(logging.WARNING, logger="mergekit_slta.featcal"):
-        solve(recipe(family), tmp_path)
-    assert not caplog.records
-
-
-def test_a_routed_expert_that_no_token_reaches_is_that_of_the_actmat_merge(
-    make_family: MakeFamily, tmp_path: Path
-) -> None:
-    """Whose gate and up are solved one by one, as the checkpoint stores them."""
-    family = make_family("mixtral", records=1, longest=4)
-    expected = merged(families.merge(families.recipe(family, "actmat", calibration=False), tmp_path / "actmat"))
-    LoaderCache.loaders.clear()
-    found = merged(families.merge(recipe(family), tmp_path / "featcal"))
-    experts = {re.sub(r"\.w[123]\.weight$", "", name) for name in found if ".experts." in name}
-    parts = [[f"{expert}.w{part}.weight" for part in (1, 2, 3)] for expert in experts]
-    same = [all(torch.allclose(found[name], expected[name], atol=1e-6) for name in names) for names in parts]
-    assert any(same) and not all(same)
-
-
 # Removed, or kept
 
 
@@ -204,34 +156,19 @@ def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: l
 # Interrupted
 
 
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    config = families.config_of("gpt2", n_layer=DEEP)
-    return families.make_family(tmp_path_factory.mktemp("deep"), config, records=6)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(deep: Family, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The content of the finished folder."""
-    folder = tmp_path_factory.mktemp("whole")
+def test_a_killed_merge_goes_on(forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path) -> None:
+    family, whole, killed = make_family("gpt2"), tmp_path / "whole", tmp_path / "killed"
+    solve(recipe(family), whole)
     LoaderCache.loaders.clear()
-    solve(recipe(deep), folder)
-    LoaderCache.loaders.clear()
-    return contents(folder)
-
-
-def test_a_killed_merge_goes_on(
-    forks: ForkServerContext, deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
-) -> None:
-    process = families.started(forks, solve, recipe(deep), tmp_path, stop_after=1)
+    process = families.started(forks, solve, recipe(family), killed, stop_after=1)
     with pytest.raises(SltaError, match="Another process or thread is working in"):
-        solve(recipe(deep), tmp_path)
+        solve(recipe(family), killed)
     process.kill()
     process.join()
-    finished = {file: file.stat().st_mtime_ns for file in tmp_path.glob("layer-*")}
+    finished = {file: file.stat().st_mtime_ns for file in killed.glob("layer-*")}
     assert len(finished) == 2
-    solve(recipe(deep), tmp_path)
-    assert contents(tmp_path) == uninterrupted
+    solve(recipe(family), killed)
+    assert contents(killed) == contents(whole)
     assert finished == {file: file.stat().st_mtime_ns for file in finished}
 
 
@@ -249,14 +186,3 @@ def test_finished_layers_are_repeated_to_the_last_bit(
     found = families.feature_merge(family, tmp_path, batch_tokens=60)
     assert equal(families.solved_tensors(tmp_path), before)
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in before.items())  # type: ignore[arg-type]
-
-
-def test_a_finished_merge_computes_damaged_files_again(
-    deep: Family, uninterrupted: dict[str, bytes], tmp_path: Path
-) -> None:
-    solve(recipe(deep), tmp_path)
-    os.truncate(tmp_path / "layer-0001.safetensors", 1000)
-    (tmp_path / "edges.safetensors").unlink()
-    LoaderCache.loaders.clear()
-    solve(recipe(deep), tmp_path)
-    assert contents(tmp_path) == uninterrupted

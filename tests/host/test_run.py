@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import mergekit.merge
 import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import MakeFamily
 from mergekit import options as mergekit_options
-from mergekit.io.tasks import LoaderCache, SaveTensor
+from mergekit.io.tasks import LoaderCache
 from mergekit.scripts import multimerge
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import command, families
 from support.families import Family
-from support.merging import State
+from support.merging import State, stored
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
@@ -34,53 +30,15 @@ from mergekit_slta.recipe.recipe import Recipe
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
 
 
-class ThreadedExecutor:
-    """Merges all tensors at once on many threads, as mergekit's own does under ``--multi-gpu``."""
-
-    merged: dict[str, torch.Tensor]
-
-    def __init__(self, targets: list[Any], **settings: Any) -> None:
-        self.tasks = [task.tensor_task for task in targets if isinstance(task, SaveTensor)]
-
-    def run(self, quiet: bool) -> list[Any]:
-        together = threading.Barrier(len(self.tasks), timeout=300)  # if one fails, all do
-
-        def merge(task: Any) -> torch.Tensor:
-            tensors = task.gather_tensors.execute(
-                **{name: load.execute() for name, load in task.gather_tensors.arguments().items()}
-            )
-            together.wait()
-            merged: torch.Tensor = task.execute(tensors)
-            return merged
-
-        with ThreadPoolExecutor(len(self.tasks)) as pool:
-            found = list(pool.map(merge, self.tasks))
-        names = [task.output_weight.name for task in self.tasks]
-        ThreadedExecutor.merged = dict(zip(names, found, strict=True))
-        return []
-
-
 def assert_equal(found: State, expected: State) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_many_threads_agree_with_one(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = families.recipe(llama, "featcal", samples=2)
-    expected = weights(families.merge(content, tmp_path / "out"))
-    monkeypatch.setattr(mergekit.merge, "Executor", ThreadedExecutor)
-    families.merge(content, tmp_path / "threads")
-    assert_equal(ThreadedExecutor.merged, expected)
-
-
-def weights(folder: Path) -> State:
-    return load_file(folder / "model.safetensors")
-
-
-def alone(content: dict[str, Any], out: Path, **options: Any) -> State:
+def alone(content: dict[str, Any], out: Path) -> State:
     """A merge by a process that has merged nothing before."""
     LoaderCache.loaders.clear()
-    return weights(families.merge(content, out, **options))
+    return stored(families.merge(content, out))
 
 
 def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> None:
@@ -96,45 +54,28 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
     command.run(tmp_path / "recipes.yml", *options, program=multimerge.main)
     del first["name"]
     second["models"][1]["model"] = str(parts / "first")
-    assert_equal(weights(parts / "first"), alone(first, tmp_path / "alone"))
-    assert_equal(weights(tmp_path / "out"), alone(second, tmp_path / "second"))
+    assert_equal(stored(parts / "first"), alone(first, tmp_path / "alone"))
+    assert_equal(stored(tmp_path / "out"), alone(second, tmp_path / "second"))
 
 
-def changed(folder: Path) -> State:
-    """An expert's tensors after another training."""
+def replace(folder: Path) -> None:
+    """Save an expert after another training as other programs do: to a new file that gets the old one's name."""
     generator = torch.Generator().manual_seed(7)
-    return {
-        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-
-
-def same_name(folder: Path) -> None:
-    """Save the expert again as other programs do: to a new file that gets the old one's name."""
-    save_file(changed(folder), folder / "new.safetensors", {"format": "pt"})
+    tensors = {name: own + 0.05 * torch.randn(own.shape, generator=generator) for name, own in stored(folder).items()}
+    save_file(tensors, folder / "new.safetensors", {"format": "pt"})
     (folder / "new.safetensors").replace(folder / "model.safetensors")
 
 
-def shards(folder: Path) -> None:
-    model: Any = families.load_model(folder)
-    model.float().load_state_dict(changed(folder), strict=False)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size="30KB")
-    assert not (folder / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("method", "replace"), [("slta", same_name), ("actmat", shards), ("task_arithmetic", same_name)]
-)
+@pytest.mark.parametrize("method", ["slta", "actmat", "task_arithmetic"])
 def test_an_expert_that_is_replaced_between_two_merges_is_read_anew(
-    method: str, replace: Callable[[Path], None], make_family: MakeFamily, tmp_path: Path
+    method: str, make_family: MakeFamily, tmp_path: Path
 ) -> None:
     family = make_family()
     per_expert = {"weight": 0.5} if method == "task_arithmetic" else None
     content = families.recipe(family, method, calibration=method == "slta", per_expert=per_expert)
-    before = weights(families.merge(content, tmp_path / "before"))
+    before = stored(families.merge(content, tmp_path / "before"))
     replace(family.experts[0])
-    found = weights(families.merge(content, tmp_path / "after"))
+    found = stored(families.merge(content, tmp_path / "after"))
     assert_equal(found, alone(content, tmp_path / "alone"))
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
 
@@ -236,7 +177,7 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
     more: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
     assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
     assert verify(recipe, tmp_path / "ours").problems == ()
-    assert_equal(weights(tmp_path / "ours"), weights(families.merge(content, tmp_path / "theirs")))
+    assert_equal(stored(tmp_path / "ours"), stored(families.merge(content, tmp_path / "theirs")))
 
 
 def test_its_options_are_mergekits() -> None:

@@ -22,33 +22,20 @@ def added_in_place(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tens
     return feed(x).add_(x)
 
 
-def written_into_a_part(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
-    x = x + attend(x)
-    total = torch.zeros_like(x)
-    total[:] = x
-    total[..., :] += feed(x).view(-1, x.shape[-1]).view_as(x)
-    return total
-
-
 def one_after_the_other(x: torch.Tensor, attend: Part, feed: Part) -> torch.Tensor:
     x = x + attend(x)
     return x + feed(x)
 
 
+# Sums like those of few decoders; the usual ones are in tests/test_architectures.py.
 SUMS: dict[str, Between] = {
-    "one after the other": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed),
-    "side by side": lambda x, attend, feed, weight: x + attend(x) + feed(x),
     "in place": added_in_place,
-    "into a part": written_into_a_part,
-    "scaled": lambda x, attend, feed, weight: x + attend(x) * 0.25 - 2.0 * feed(x),
-    "the input scaled": lambda x, attend, feed, weight: 0.5 * x + attend(x) + feed(x),
+    "a difference": lambda x, attend, feed, weight: 0.5 * x + attend(x) * 0.25 - 2.0 * feed(x),
     "all scaled by a weight": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed) * weight.mean(),
 }
 OTHERS: dict[str, Between] = {
     "a branch scaled by a weight": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight.mean(),
-    "a number for each feature": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight,
     "a gate": lambda x, attend, feed, weight: x + attend(x) + feed(x) * x.sigmoid(),
-    "a number added": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed) + 1.0,
     "a norm": lambda x, attend, feed, weight: torch.nn.functional.layer_norm(
         one_after_the_other(x, attend, feed), x.shape[-1:]
     ),
@@ -90,7 +77,7 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
     weights, hidden, call = made_up_layer(decoder, 0)
     others = {**random_numbers(decoder.layers[0].state_dict(), decoder.device, seed=1), "weight": weights["weight"]}
     base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
-    unit = {"the input scaled": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
+    unit = {"a difference": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
     found = decoder.structures[0].change("layer", run, base)
     assert torch.allclose(unit * found, run.output - base.output, atol=1e-5)
     if name in SUMS:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import edit, merged_by_hand, write_adapter
@@ -72,10 +71,7 @@ def edit_maps(folder: Path) -> None:
     edit_tensors(folder, edit)
 
 
-@pytest.mark.parametrize(
-    ("changed", "method"),
-    [("base", "slta"), ("adapter", "task_arithmetic")],
-)
+@pytest.mark.parametrize(("changed", "method"), [("base", "slta"), ("adapter", "task_arithmetic")])
 def test_an_adapter_is_merged_as_it_is_now(changed: str, method: str, family: Family, tmp_path: Path) -> None:
     """Its own files or the base model's were replaced by others of the same dates."""
     cache, adapter = tmp_path / "cache", write_adapter(family.base, tmp_path / "adapter")
@@ -88,7 +84,6 @@ def test_an_adapter_is_merged_as_it_is_now(changed: str, method: str, family: Fa
     else:
         with_dates_of(adapter, lambda: write_adapter(family.base, adapter, seed=1))
     after = families.merge(recipe, tmp_path / "after", lora_merge_cache=str(cache))
-    LoaderCache.loaders.clear()
     recipe["models"][0]["model"] = str(merged_by_peft(family.base, adapter, tmp_path / "full"))
     expected = load_file(families.merge(recipe, tmp_path / "expected") / "model.safetensors")
     found, old = (load_file(folder / "model.safetensors") for folder in (after, before))

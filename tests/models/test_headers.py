@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,14 +13,13 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
-from safetensors.torch import load_file, save_file
 from support.copies import pickled, sharded
 from support.examining import edit_config
 from support.families import Family
-from support.hub import Hub, serve
+from support.hub import serve
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.headers import TensorHeader, folder_headers, local_folder, open_model
+from mergekit_slta.models.headers import folder_headers, local_folder, open_model
 
 
 @pytest.fixture
@@ -33,16 +32,6 @@ def refusal(folder: Path | str) -> str:
     with pytest.raises(SltaError) as error:
         open_model(ModelReference.parse(str(folder)))
     return error.value.message
-
-
-def test_opens_a_model_with_or_without_the_prefix_of_its_names(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
-    model = open_model(ModelReference.parse(str(folder)))
-    assert model.architecture == "LlamaForCausalLM"
-    assert model.folder == folder
-    assert model.tensor("model.norm.weight") == model.tensor("norm.weight") == TensorHeader((32,), 128)
-    assert model.tensor("model.norm.bias") is None
 
 
 def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
@@ -70,10 +59,15 @@ def shard(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def add_to_index(folder: Path) -> None:
-    index = shard(folder)
-    places = json.loads(index.read_text())["weight_map"] | {"model.extra": SHARD}
-    index.write_text(json.dumps({"weight_map": places}))
+def indexed(tensor: str, file: str) -> Callable[[Path], object]:
+    """Let the index of a folder's shards name a file for a tensor."""
+
+    def change(folder: Path) -> None:
+        index = shard(folder)
+        places = json.loads(index.read_text())["weight_map"] | {tensor: file}
+        index.write_text(json.dumps({"weight_map": places}))
+
+    return change
 
 
 def run_code_in_pickle(folder: Path) -> None:
@@ -102,7 +96,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: shard(folder).with_name(SHARD).unlink(),
         f"lacks {SHARD}, which its index names: complete the download.",
     ),
-    "a missing tensor": (add_to_index, f"{SHARD} lacks model.extra, which the index expects there"),
+    **{
+        f"an index to {file}": (indexed("lm_head.weight", file), "which is not in the model's folder")
+        for file in ("../base/model.safetensors", "/etc/passwd", "sub/model.safetensors")
+    },
+    "a missing tensor": (indexed("model.extra", SHARD), f"{SHARD} lacks model.extra, which the index expects there"),
     "an index without JSON": (
         lambda folder: shard(folder).write_text("{"),
         "model.safetensors.index.json cannot be read",
@@ -127,13 +125,6 @@ def test_a_model_that_cannot_be_used_is_refused_in_a_sentence_that_names_it(name
     assert str(folder) in message
 
 
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    (tmp_path / "hub").mkdir()
-    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
-        yield hub
-
-
 def opened(name: str) -> dict[str, tuple[int, ...]] | str:
     """The shapes of a model's tensors, or why it cannot be used."""
     try:
@@ -143,9 +134,8 @@ def opened(name: str) -> dict[str, tuple[int, ...]] | str:
     return {name: header.shape for name, header in found.items()}
 
 
-def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: MakeFamily) -> None:
-    family = make_family(experts=2)
-    organization = hub.root / "org"
+def test_models_on_the_hub_are_seen_without_a_download(make_family: MakeFamily, tmp_path: Path) -> None:
+    family, organization = make_family(experts=2), tmp_path / "hub" / "org"
     for name, folder in zip(("whole", "empty"), family.folders, strict=False):
         shutil.copytree(folder, organization / name)
     pickled(family.base, organization / "pickled")
@@ -153,17 +143,18 @@ def test_models_on_the_hub_are_seen_without_a_download(hub: Hub, make_family: Ma
     (organization / "empty" / "model.safetensors").unlink()
 
     shapes = {name: header.shape for name, header in folder_headers(family.base).items()}
-    assert opened("org/whole") == opened("org/sharded") == shapes
-    assert "config.json" in hub.fetched
-    assert not any("model" in name for name in hub.fetched if name != "model.safetensors.index.json")
-    for name, reason in {
+    reasons = {
         "org/pickled": "download pickled weights with 'hf download org/pickled' first",
         "org/empty": "has no model.safetensors on the Hub",
         "org/none": "there is no such repository, or it is private; check the name or 'hf auth login'.",
         "org/whole@v2": f"no such folder in {Path.cwd()}, and the repository has no such",
         "gated/model": "the repository is gated; ask for access",
-    }.items():
-        assert reason in opened(name)
+    }
+    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
+        assert opened("org/whole") == opened("org/sharded") == shapes
+        assert "config.json" in hub.fetched
+        assert not any("model" in name for name in hub.fetched if name != "model.safetensors.index.json")
+        assert not [name for name, reason in reasons.items() if reason not in opened(name)]
 
 
 def test_a_downloaded_model_is_read_from_the_cache(folder: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from mergekit.common import ModelReference
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
 from support.adapters import write_adapter
@@ -15,7 +16,6 @@ from support.command import run
 from support.families import Family
 
 from mergekit_slta import __version__
-from mergekit_slta.host import patches
 from mergekit_slta.output import card as module
 from mergekit_slta.output.card import INSTALL
 from mergekit_slta.recipe.recipe import Recipe
@@ -27,7 +27,6 @@ OPTIONS = {"write_model_card": True}
 @pytest.fixture(scope="module")
 def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A merge by mergekit-yaml, whose recipe names everything by absolute paths."""
-    patches.install()
     folder = tmp_path_factory.mktemp("card")
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)
@@ -87,7 +86,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     experts = {
         "org/math": {"calibration": "hf:openai/gsm8k?config=main"},
         "org/local": {"calibration": "/home/somebody/private data.jsonl"},
-        "org/base+org/adapter@v1": {"calibration": "a.jsonl"},
+        "org/base+org/adapter@v1": {"calibration": "hf:/home/somebody/set?split=x"},
     }
     recipe = families.recipe_of("org/base", experts)
     found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe))
@@ -95,8 +94,14 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
     assert "| [org/math](https://huggingface.co/org/math) | `hf:openai/gsm8k?config=main` |" in found.text
     assert "| `org/local` | `private data.jsonl` |" in found.text
-    assert "[org/adapter@v1](https://huggingface.co/org/adapter)" in found.text
+    assert "[org/adapter@v1](https://huggingface.co/org/adapter) | `hf:set?split=x` |" in found.text
     assert "somebody" not in str(found)
+
+
+def test_names_stay_code() -> None:
+    reference = ModelReference.model_validate("/models/a`b|<script>")
+    (shown,) = [module._linked(reference)]
+    assert shown == "`a'b|<script>`"
 
 
 def test_a_recipe_without_private_paths_is_still_the_recipe() -> None:

@@ -16,7 +16,6 @@ from support.examining import CHATML, MARKERS, chat_model, edit_config
 from support.families import Family
 from support.hub import serve
 
-from mergekit_slta.host import patches
 from mergekit_slta.output.companions import restore
 
 TEMPLATES = ("chat_template.jinja", "additional_chat_templates/rag.jinja", "tekken.json")
@@ -44,7 +43,6 @@ def copied(recipe: dict[str, Any], out: Path, **options: Any) -> list[str]:
 
 def merged_by(recipe: dict[str, Any], out: Path) -> Path:
     """The output of the stock ``mergekit-yaml`` command."""
-    patches.install()
     run(families.write_recipe(out.parent / "recipe.yml", recipe), out, "--quiet", program=mergekit_yaml)
     return out
 
@@ -84,7 +82,6 @@ def test_what_belongs_to_another_tokenizer_stays(
 def test_what_cannot_be_copied_is_an_error_once_all_else_is_done(recipe: dict[str, Any], tmp_path: Path) -> None:
     out = tmp_path / "merged"
     (out / "helper.py").mkdir(parents=True)
-    patches.install()
     file = families.write_recipe(tmp_path / "recipe.yml", recipe)
     said = run(file, out, program=mergekit_yaml, code=1).stderr
     assert said.count(f"Copy {recipe['base_model']}/helper.py to {out}/helper.py yourself") == 1 and "Next: " in said
@@ -154,7 +151,7 @@ def test_a_configuration_in_the_older_form_is_written_in_both(
     assert texts[0]["rope_parameters"] == texts[1]["rope_parameters"] == inner["rope_parameters"]
 
 
-def test_an_older_entry_follows_what_the_merge_changes(family: Family, tmp_path: Path) -> None:
+def test_an_older_entry_follows_what_the_merge_changes() -> None:
     """A flat configuration of transformers 4 has in ``text_config`` what mergekit changes there."""
     merged = {"dtype": "bfloat16", "text_config": {"vocab_size": 49, "hidden_size": 32}}
     restore({"torch_dtype": "float32", "vocab_size": 64, "hidden_size": 32, "rope_theta": 3.0}, merged)

@@ -14,17 +14,8 @@ from support.examining import MARKERS, chat_model, swap_ids, with_data
 from support.families import Family
 from transformers import AutoTokenizer
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task
-from mergekit_slta.slta.lookup import measure
-
-
-def test_a_device_that_is_not_there_is_refused_also_where_everything_is_measured(llama: Family, tmp_path: Path) -> None:
-    own = families.recipe_of(llama.base, dict(zip(llama.experts, llama.data, strict=True)), level="layer", samples=2)
-    measure(own, quiet=True)
-    with pytest.raises(SltaError, match=r"^PyTorch cannot compute on the device 'gpu' \("):
-        measure(own, device="gpu", quiet=True)
 
 
 def experiment_of(base: Path) -> Experiment:
@@ -67,13 +58,7 @@ def rename(folder: Path) -> None:
 )
 @pytest.mark.parametrize("method", ["slta", "featcal"])
 def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
-    method: str,
-    changes: Any,
-    moved: Any,
-    whole: bool,
-    family: Family,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    method: str, changes: Any, moved: Any, whole: bool, family: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The markers of the expert's chats are tokens of its own, or in pieces, which is said once."""
     if moved:

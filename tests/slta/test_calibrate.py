@@ -60,6 +60,8 @@ SHORT = {"max_position_embeddings": ORIGINAL_CONTEXT}
     ("architecture", "changes"),
     [
         ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma4", {"use_bidirectional_attention": "all"}),
+        ("llama", {"is_causal": False}),
         ("llama", SHORT | {"rope_parameters": DYNAMIC}),
         ("gemma3", SHORT | {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": DYNAMIC}}),
     ],
@@ -94,7 +96,6 @@ def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
             tensors[f"model.layers.1.mlp.{name}.weight"] *= 1e30
 
     edit_tensors(family.experts[1], enlarge)
-    LoaderCache.loaders.clear()
     for level, name in {"attn_mlp": "layer.1.mlp", "layer": "layer.1", "model": "model"}.items():
         with pytest.raises(SltaError, match=re.escape(f"The features of {family.experts[1]} at {name} are not finite")):
             families.measure(family, level)

@@ -224,6 +224,13 @@ def test_the_model_level_needs_no_configuration(tmp_path: Path) -> None:
     assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
 
 
+def test_a_name_writes_nothing_into_a_recipe(tmp_path: Path) -> None:
+    """A line break in a name would end the comment that names the expert."""
+    found = synthetic.statistics(["org/a\nslices: []", "org/b"], ["model"])
+    content = yaml.safe_load(found.solve("model").save_recipe(tmp_path / "plain.yml").read_text())
+    assert content["merge_method"] == "task_arithmetic" and "slices" not in content
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads": ("head_mlp", {}, r"'head_mlp'.*'merge_method: slta'"),
     "no base model": ("layer", {"base": "none"}, r"'none' is neither .* ORG/NAME: .*models={'org/base': 'PATH'}"),

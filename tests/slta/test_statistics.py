@@ -5,7 +5,6 @@ Their numbers are tested with the solver, the file with tests/slta/test_statisti
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -51,9 +50,7 @@ def test_a_subset_in_another_order(statistics: Statistics) -> None:
     rows = [*range(2 * SAMPLES, 3 * SAMPLES), *range(SAMPLES)]
     assert torch.equal(part.tokens, statistics.tokens[rows])
     for name, gram in statistics.grams.items():
-        for row, source in enumerate(rows):
-            for b, c in itertools.product(range(2), repeat=2):
-                assert part.grams[name][row, b, c] == gram[source, [2, 0][b], [2, 0][c]]
+        assert torch.equal(part.grams[name], gram[rows][:, [2, 0]][:, :, [2, 0]])
     assert same(statistics.take([0, 1, 2]), statistics)
 
 
@@ -116,8 +113,6 @@ def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
         assert solution.condition[name] == alone.condition
         draws = solver.bootstrap(statistics.grams[name], statistics.task, 20, seed=3, **settings)
         assert torch.equal(with_errors.errors[name], draws.std(0))
-    cells = [cell for row in with_errors.table().rows for cell in row if "±" in cell]
-    assert len(cells) > 3 and cells[0] in repr(with_errors) and "±" not in repr(solution)
 
 
 @pytest.mark.parametrize(

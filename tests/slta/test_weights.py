@@ -15,7 +15,6 @@ from support.synthetic import random_alpha, solutions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.weights import TensorWeights
 
 EXPERTS = 2
@@ -53,16 +52,6 @@ def test_layer_1_is_not_layer_11() -> None:
     weights = TensorWeights(decoder, "layer", solutions(alpha))
     for layer in (1, 10, 11):
         assert weights[f"model.layers.{layer}.mlp.up_proj.weight"] is alpha[f"layer.{layer}"]
-
-
-def test_names_of_a_bare_bodys_checkpoint_are_known() -> None:
-    _, decoder = opened("gpt2")
-    alpha = random_alpha(decoder, "attn_mlp")
-    bare = Layout(decoder.model, [name.removeprefix("transformer.") for name in decoder.tensor_names])
-    weights, whole = (TensorWeights(decoder, "attn_mlp", solutions(alpha), layout=own) for own in (bare, None))
-    for name in ("h.1.attn.c_attn.weight", "h.1.ln_2.weight"):
-        assert torch.equal(weights[name], whole[f"transformer.{name}"])
-        assert weights[name].any()
 
 
 @torch.no_grad()
