@@ -305,7 +305,7 @@ def linearity(
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
-    from mergekit_slta.nonlinearity.studies import DEFAULT_LEVELS, plan_linearity
+    from mergekit_slta.nonlinearity.studies import linearity as measured
     from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)
@@ -313,10 +313,7 @@ def linearity(
         experiment = sound_experiment(recipe, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
-        plan = plan_linearity(experiment, levels or DEFAULT_LEVELS, samples=samples, pairs=pairs, triples=triples)
-        if ranks.first:
-            click.echo(f"{plan}.")
-        result = plan.measure(experiment.quiet)
+        result = measured(experiment, levels, samples, pairs, triples)
     if ranks.first:
         path = write_linearity(result, folder)
         click.echo(f"{verdict(result)}\n\n{result}\n\n{path} written")

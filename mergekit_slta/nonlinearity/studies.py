@@ -8,12 +8,12 @@ Shapes: ``g`` experts merged, ``n`` samples, ``K`` settings, ``N`` steps from th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
 from typing import SupportsIndex, Unpack
 
+import click
 import torch
 
 from mergekit_slta.engine.loop import layer_bar, pass_layers
@@ -26,8 +26,6 @@ from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
-
-LOG = logging.getLogger(__name__)
 
 DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10
@@ -200,7 +198,7 @@ def linearity(
     triples: bool = False,
     **options: Unpack[Options],
 ) -> Linearity:
-    """Measure how linear the features are in the experts' weights; the number of forward passes is logged first.
+    """Measure how linear the features are in the experts' weights; first it prints the number of forward passes.
 
     Args:
         recipe: the recipe, its file, or an opened one.
@@ -219,22 +217,16 @@ def linearity(
     """
     experiment = opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
-    plan = plan_linearity(experiment, chosen, samples=whole_number("samples", samples), pairs=pairs, triples=triples)
-    LOG.info("%s.", plan)
-    return plan.measure(experiment.quiet)
-
-
-def plan_linearity(
-    experiment: Experiment, levels: Sequence[str], *, samples: int = 5, pairs: bool = True, triples: bool = False
-) -> Plan:
-    """Open the models and draw the samples for ``linearity``; the arguments and errors are the same."""
     require_calibration(experiment.recipe)
     names = published_names(experiment.recipe.references)[1:]
-    experiment.require_levels(levels)
+    experiment.require_levels(chosen)
     models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
-    tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
-    decoder = experiment.running_decoder
-    return Plan(decoder, models, names, tasks, levels, studies, experiment.ranks)
+    drawn = experiment.load_data(experiment.recipe.experts, whole_number("samples", samples))
+    tasks = [data.token_ids for data in drawn]
+    plan = Plan(experiment.running_decoder, models, names, tasks, chosen, studies, experiment.ranks)
+    if not experiment.quiet:
+        click.echo(f"Note: {plan}.", err=True)
+    return plan.measure(experiment.quiet)
 
 
 def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: Grams) -> None:

@@ -23,7 +23,7 @@ from support.families import Family
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import Fallback
-from mergekit_slta.nonlinearity.studies import plan_linearity
+from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.reports.merge import report_page
 from mergekit_slta.slta import lookup
@@ -89,7 +89,7 @@ def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) 
     assert all(torch.equal(found.grams[name], gram) for name, gram in expected.items())
 
 
-@pytest.mark.parametrize("measure", [measured_statistics, plan_linearity])
+@pytest.mark.parametrize("measure", [measured_statistics, linearity])
 def test_logits_of_other_vocabularies_are_not_compared(
     measure: Callable[..., Any], llama: Family, tmp_path: Path, no_measuring: None
 ) -> None:
