@@ -23,7 +23,7 @@ from family import TASKS, Family, copy_shipped, evaluate, train_family, write_by
 from mergekit.scripts import run_yaml
 from tqdm import tqdm
 
-from mergekit_slta.figures import Picture
+from mergekit_slta.figures import drawn
 from mergekit_slta.slta.statistics import Statistics
 
 STATISTICS = "statistics.safetensors"
@@ -69,7 +69,7 @@ def main(out: Path, short: bool, seed: int | None) -> None:
             scores[label] = evaluate(models[label] if label in models else merge(out, label, todo[label], seed or 0))
             bar.update()
     write_bytes(out / RESULTS, json.dumps(scores, indent=2).encode())
-    write_bytes(out / HEAT_MAP, Picture(Statistics.load(out / STATISTICS).solve("attn_mlp").plot()).png())
+    write_bytes(out / HEAT_MAP, drawn(Statistics.load(out / STATISTICS).solve("attn_mlp").plot()))
     click.echo(f"\n{table(scores)}\n")
     if not short:
         best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))

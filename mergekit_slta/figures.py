@@ -60,28 +60,6 @@ STYLE: Any = {
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A chart on a white ground, which is drawn in the form that the place needs."""
-
-    figure: Figure
-
-    def png(self) -> bytes:
-        """The chart as PNG."""
-        return self._drawn("png")
-
-    def svg(self) -> bytes:
-        """The chart as SVG, sharp at any size."""
-        return self._drawn("svg", metadata={"Date": None})
-
-    def _drawn(self, form: str, **options: Any) -> bytes:
-        drawn = io.BytesIO()
-        with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
-            self.figure.savefig(drawn, format=form, **options)
-        return drawn.getvalue()
-
-
-@dataclass(frozen=True)
 class Line:
     """A series: its name in the legend, its points, where NaN leaves a gap, and what to write beside them."""
 
@@ -118,6 +96,16 @@ class Bars:
     deviations: Sequence[float]
 
 
+def drawn(figure: Figure, form: str = "png") -> bytes:
+    """A chart on a white ground, as PNG or as SVG, which is sharp at any size."""
+    file = io.BytesIO()
+    metadata = {"Date": None} if form == "svg" else None
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
+        figure.savefig(file, format=form, metadata=metadata)
+    return file.getvalue()
+
+
 def line_chart(
     panels: Sequence[Panel],
     *,
@@ -126,7 +114,7 @@ def line_chart(
     x_shares: bool = False,
     lowest: float = -math.inf,
     lines_at: Sequence[float] = (),
-) -> Picture:
+) -> Figure:
     """Panels of lines below each other, with one scale, so that they can be compared.
 
     Args:
@@ -159,10 +147,10 @@ def line_chart(
             axes[0].set_ylim(bottom=0)
         axes[-1].set_xlabel(x_label)
         _legend(figure, axes[0])
-        return Picture(figure)
+        return figure
 
 
-def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_label: str) -> Picture:
+def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_label: str) -> Figure:
     """Heat maps below each other with one scale of colours, and numbers in the cells if there is room.
 
     The colours part at 0. Those of the values above reach to the largest one, at least to 1; those below likewise.
@@ -184,10 +172,10 @@ def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_la
         bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02)
         bar.ax.set_xlim(least, most)
         bar.set_label(value_label)
-        return Picture(figure)
+        return figure
 
 
-def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) -> Picture:
+def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) -> Figure:
     """Horizontal bars with their deviations and values, those of a group of ``groups`` together.
 
     Values that differ by magnitudes are points on a logarithmic axis, which has no 0 where bars could begin.
@@ -225,7 +213,7 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         ax.invert_yaxis()
         ax.set_xlabel(x_label)
         _legend(figure, ax)
-        return Picture(figure)
+        return figure
 
 
 def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool = False) -> tuple[Figure, list[Axes]]:

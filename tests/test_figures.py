@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from mergekit_slta.figures import Bars, Line, Matrix, Panel, Picture, bar_chart, heat_map, line_chart
+from mergekit_slta.figures import Bars, Line, Matrix, Panel, bar_chart, drawn, heat_map, line_chart
 
 NAMES = ["_private", "cost $\\alpha$ $", "<b>&", "x" * 200, "法律", "math", "word"]
 
@@ -23,9 +24,9 @@ def warnings_are_errors() -> Iterator[None]:
         yield
 
 
-def draw(picture: Picture) -> None:
-    ElementTree.fromstring(picture.svg())
-    assert picture.png().startswith(b"\x89PNG")
+def draw(figure: Figure) -> None:
+    ElementTree.fromstring(drawn(figure, "svg"))
+    assert drawn(figure).startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("x", "options"), [([1.0, 2.0, 3.0], {}), ([4.0], {"x_shares": True, "lowest": -1.0})])
@@ -45,8 +46,8 @@ def test_heat_maps(columns: int) -> None:
 
 def test_values_below_0_differ_in_colour_and_from_those_above() -> None:
     matrix = Matrix("", [[-2.13, -0.03, 0.0, 0.5, 1.0]], ["a"], [*"12345"])
-    drawn: Any = heat_map([matrix], x_label="x", y_label="y", value_label="v").figure.axes[0].images[0]
-    colours = [drawn.cmap(drawn.norm(value))[:3] for value in matrix.values[0]]
+    image: Any = heat_map([matrix], x_label="x", y_label="y", value_label="v").axes[0].images[0]
+    colours = [image.cmap(image.norm(value))[:3] for value in matrix.values[0]]
     far, near, _, half, whole = ([*map(float, colour)] for colour in colours)
     assert far[0] > far[2] + 0.2 and whole[2] > whole[0] + 0.2  # red, and blue
     assert min(np.abs(np.subtract(*pair)).max() for pair in ((far, near), (half, whole))) > 0.3
@@ -54,10 +55,10 @@ def test_values_below_0_differ_in_colour_and_from_those_above() -> None:
 
 def test_axes_begin_at_0_and_a_single_series_has_no_legend() -> None:
     for lowest, values in ((0.0, [0.8, 0.9]), (-0.2, [-0.2, 0.9])):
-        drawn = line_chart([Panel("", [Line("a", [0.5, 0.9], values)])], x_label="", y_label="", x_shares=True).figure
-        assert drawn.axes[0].get_xlim()[0] == 0
-        assert drawn.axes[0].get_ylim()[0] == 0 if lowest == 0 else drawn.axes[0].get_ylim()[0] < lowest
-        assert not drawn.legends
+        figure = line_chart([Panel("", [Line("a", [0.5, 0.9], values)])], x_label="", y_label="", x_shares=True)
+        assert figure.axes[0].get_xlim()[0] == 0
+        assert figure.axes[0].get_ylim()[0] == 0 if lowest == 0 else figure.axes[0].get_ylim()[0] < lowest
+        assert not figure.legends
 
 
 def test_bars() -> None:

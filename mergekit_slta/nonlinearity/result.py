@@ -140,7 +140,7 @@ class Linearity(Paragraphs):
         for expert, short in zip(self.experts, short_names(self.experts), strict=True):
             values = self.pooled(METRIC, [expert]).values()
             bars.append(Bars(short, [value.mean for value in values], [value.std for value in values]))
-        return bar_chart(list(self.groups()), bars, x_label=SCORE.lower()).figure
+        return bar_chart(list(self.groups()), bars, x_label=SCORE.lower())
 
 
 def _group_of(level: str, name: str) -> str:

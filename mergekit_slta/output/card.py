@@ -43,9 +43,9 @@ def write_card(folder: Path, recipe: Recipe, solution: Solution | None) -> None:
         OSError: a file cannot be written.
     """
     if solution is not None:
-        from mergekit_slta.figures import Picture  # which imports matplotlib
+        from mergekit_slta.figures import drawn  # which imports matplotlib
 
-        files.write(folder / ALPHA_FIGURE, Picture(solution.plot()).png())
+        files.write(folder / ALPHA_FIGURE, drawn(solution.plot()))
     files.write(folder / CARD, merge_card(folder, recipe, solution).encode())
 
 

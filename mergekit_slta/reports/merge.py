@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.figures import Line, Panel, Picture, line_chart
+from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.levels import kinds_of, place_of
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
@@ -251,7 +251,7 @@ def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
         name=f"alpha-{solution.level}",
         title="Merging weights by layer",
         caption="At 1 the merge takes all of an expert's change, at 0 none of it." + drawn * ("(" in weights[0][0]),
-        picture=Picture(solution.plot()),
+        picture=solution.plot(),
         table=_table(solution, weights),
     )
 

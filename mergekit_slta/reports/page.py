@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
+from matplotlib.figure import Figure
 
 from mergekit_slta import __version__, files
-from mergekit_slta.figures import Picture
+from mergekit_slta.figures import drawn
 from mergekit_slta.tables import Table
 
 
@@ -29,7 +30,7 @@ class Chart:
     name: str
     title: str
     caption: str
-    picture: Picture
+    picture: Figure
     table: Table
 
 
@@ -52,7 +53,7 @@ class Page:
             keep_trailing_newline=True,
             undefined=jinja2.StrictUndefined,
         )
-        environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+        environment.filters["svg"] = lambda figure: base64.b64encode(drawn(figure, "svg")).decode()
         return environment.get_template("page.html.jinja").render(page=self, version=__version__)
 
     def write(self, folder: Path, name: str) -> Path:
@@ -62,6 +63,6 @@ class Page:
             The page's path.
         """
         for chart in self.charts:
-            files.write(folder / f"{chart.name}.png", chart.picture.png())
+            files.write(folder / f"{chart.name}.png", drawn(chart.picture))
         files.write(folder / name, self.html().encode())
         return folder / name

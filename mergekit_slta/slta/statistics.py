@@ -417,7 +417,7 @@ class Solution(Paragraphs):
                     Matrix(f"{kind_name(kind)}, {name}", weights.tolist(), members, columns)
                     for name, weights in zip(experts, grid.unbind(2), strict=True)
                 ]
-        return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α").figure
+        return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α")
 
     def to_json(self) -> str:
         """The solution as JSON, undefined numbers as null, ``errors`` as ``alpha_std``."""

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mergekit_slta import files
-from mergekit_slta.figures import AXIS, COLOURS, DOTS_PER_INCH, INK, STYLE, Picture
+from mergekit_slta.figures import AXIS, COLOURS, DOTS_PER_INCH, INK, STYLE, drawn
 
 SCORES = Path(__file__).with_name("scores.json")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -35,11 +35,11 @@ MERGES = {
 def main() -> None:
     """Draw both pictures."""
     content = json.loads(SCORES.read_text())
-    files.write(DOCS / "scores.png", scores_chart(content).png())
-    files.write(DOCS / "figures" / "least-squares.png", least_squares().png())
+    files.write(DOCS / "scores.png", drawn(scores_chart(content)))
+    files.write(DOCS / "figures" / "least-squares.png", drawn(least_squares()))
 
 
-def scores_chart(content: dict[str, Any]) -> Picture:
+def scores_chart(content: dict[str, Any]) -> Figure:
     """Right answers of merges of three families, and what one merge with the base model keeps, in four panels."""
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure = Figure(figsize=(9.5, 5.5), dpi=DOTS_PER_INCH, layout="constrained")
@@ -49,19 +49,19 @@ def scores_chart(content: dict[str, Any]) -> Picture:
         merged[1].set_yticklabels([])
         _kept(kept, content["kept"])
         figure.legend(*kept.get_legend_handles_labels(), loc="outside lower right", ncols=2, handlelength=1)
-        return Picture(figure)
+        return figure
 
 
 def _merged(ax: Axes, group: dict[str, Any]) -> None:
     labels, colours = zip(*MERGES.values(), strict=True)
     rows = [group["scores"][name] for name in MERGES]
     means, deviations = [row["mean"] for row in rows], [row.get("deviation", np.nan) for row in rows]
-    drawn = ax.barh(labels, means, color=colours, height=0.7, xerr=deviations, error_kw={"elinewidth": 1, "capsize": 3})
+    bars = ax.barh(labels, means, color=colours, height=0.7, xerr=deviations, error_kw={"elinewidth": 1, "capsize": 3})
     said = [
         _number(row["mean"]) + (f" ± {_number(row['deviation'])}" if "deviation" in row else "") + row.get("note", "")
         for row in rows
     ]
-    ax.bar_label(drawn, said, padding=5, fontsize=9)
+    ax.bar_label(bars, said, padding=5, fontsize=9)
     _frame(ax, group)
     ax.set_xlabel("right answers, mean of three tasks")
 
@@ -71,8 +71,8 @@ def _kept(ax: Axes, group: dict[str, Any]) -> None:
     for i, (label, colour) in enumerate(series):
         places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
         values = [scores[i] for scores in group["scores"].values()]
-        drawn = ax.barh(places, values, color=colour, height=0.34, label=label)
-        ax.bar_label(drawn, list(map(_number, values)), padding=5, fontsize=9)
+        bars = ax.barh(places, values, color=colour, height=0.34, label=label)
+        ax.bar_label(bars, list(map(_number, values)), padding=5, fontsize=9)
     ax.set_yticks(range(len(group["scores"])), list(group["scores"]))
     _frame(ax, group)
     ax.set_xlabel("right answers")
@@ -90,7 +90,7 @@ def _number(value: float) -> str:
     return f"{value + 1e-9:.2f}"  # a half rounds up
 
 
-def least_squares() -> Picture:
+def least_squares() -> Figure:
     """Two experts' versions of a matrix with one row of two numbers, weighted sums of them, and the least squares."""
     base, first, second = np.array([0.0, 0.0]), np.array([2.2, 0.7]), np.array([0.9, 2.3])
     inputs = np.array([first, second])  # what each expert's prompts give the matrix; a fine-tune moves along its inputs
@@ -114,7 +114,7 @@ def least_squares() -> Picture:
         ax.set(xlim=(-0.4, 3.4), ylim=(-0.5, 2.9), aspect="equal", xticks=[], yticks=[])
         ax.set(xlabel="first number of the matrix", ylabel="second number of the matrix")
         figure.legend(loc="outside upper left", ncols=2, fontsize=9)
-        return Picture(figure)
+        return figure
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any
 
 import click
 from common import CACHE, be_quiet
+from matplotlib.figure import Figure
 from real_family import PRETRAINED, TASKS, Evaluation, RealFamily, evaluate, train_family
 from tqdm import tqdm
 
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import quickstart
 
 from mergekit_slta import files
-from mergekit_slta.figures import Line, Panel, Picture, line_chart
+from mergekit_slta.figures import Line, Panel, drawn, line_chart
 from mergekit_slta.levels import LEVELS
 
 GRID = (0.3, 0.5, 0.7, 1.0)
@@ -70,9 +71,9 @@ def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...],
         click.echo(text)
         measured[count] = tables
         if any(f"featcal {prompts} prompts" in labels for prompts in PROMPTS):
-            files.write(out / f"prompts-{count}.png", _by_prompts(tables).png())
+            files.write(out / f"prompts-{count}.png", drawn(_by_prompts(tables)))
     if len(counts) > 1:
-        files.write(out / "experts.png", _by_experts(measured).png())
+        files.write(out / "experts.png", drawn(_by_experts(measured)))
 
 
 def _scores(folder: Path, model: str, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:
@@ -191,7 +192,7 @@ def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds:
     return "\n".join(lines) + "\n"
 
 
-def _by_prompts(tables: Sequence[Table]) -> Picture:
+def _by_prompts(tables: Sequence[Table]) -> Figure:
     """Exact matches of ``featcal`` by the number of prompts, and those of the other merges as level lines."""
     lines = {label: dict.fromkeys(PROMPTS, label) for label in tables[0] if not label.startswith("featcal")}
     lines["featcal"] = {count: label for count in PROMPTS if (label := f"featcal {count} prompts") in tables[0]}
@@ -200,14 +201,14 @@ def _by_prompts(tables: Sequence[Table]) -> Picture:
         for name, labels in lines.items()
     }
     picture = _chart(series, "calibration prompts per task", "right answers")
-    ax = picture.figure.axes[0]
+    ax = picture.axes[0]
     ax.set_xscale("log")
     ax.set_xticks(PROMPTS, list(map(str, PROMPTS)))
     ax.minorticks_off()
     return picture
 
 
-def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
+def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Figure:
     """Exact matches of each merge, by the number of experts."""
     labels = [label for label in next(iter(measured.values()))[0] if label not in ("base", "experts")]
     series = {
@@ -217,7 +218,7 @@ def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Picture:
     return _chart(series, "experts", "right answers")
 
 
-def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Picture:
+def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Figure:
     """The means over the seeds by label, each in a band of their deviation."""
 
     def place(label: str) -> int:
@@ -226,11 +227,11 @@ def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_
     series = {label: series[label] for label in sorted(series, key=place)}
     lines = [Line(label, list(own), list(map(statistics.mean, own.values()))) for label, own in series.items()]
     picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label)
-    ax = picture.figure.axes[0]
-    for line, drawn, own in zip(lines, ax.lines, series.values(), strict=True):
+    ax = picture.axes[0]
+    for line, curve, own in zip(lines, ax.lines, series.values(), strict=True):
         errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in own.values()]
         low, high = ([mean + sign * error for mean, error in zip(line.y, errors, strict=True)] for sign in (-1, 1))
-        ax.fill_between(line.x, low, high, color=drawn.get_color(), alpha=0.15)
+        ax.fill_between(line.x, low, high, color=curve.get_color(), alpha=0.15)
     ax.set_ylim(0, 1)
     return picture
 

@@ -89,7 +89,7 @@ def test_the_base_models_own_task_is_said() -> None:
     chart = page.charts[-1]
     assert [row[0] for row in chart.table.rows] == ["0", "0.1", "0.3", "1", "3", "10"]
     assert list(chart.table.rows[3])[1:] == list(map(as_score, [solution.base_kept, *solution.kept.tolist()]))
-    notes = [drawn.get_text() for drawn in chart.picture.figure.axes[0].texts]
+    notes = [drawn.get_text() for drawn in chart.picture.axes[0].texts]
     assert notes == [f"κ {row[0]}" for row in chart.table.rows]
 
 
