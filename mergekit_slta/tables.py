@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
 from pydantic import ConfigDict, TypeAdapter
 
 from mergekit_slta.errors import SltaError
@@ -30,14 +29,6 @@ class Table:
         columns = [[cell.ljust(first[1]) for cell in first[0]]]
         columns += [[cell.rjust(width) for cell in column] for column, width in others]
         return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
-
-    def __html__(self) -> str:
-        """The table as HTML; jinja calls this method. Cells are escaped, because they may hold any text."""
-        cell, named = Markup("<td>{}</td>"), Markup('<th scope="row">{}</th>')
-        header = Markup().join(Markup('<th scope="col">{}</th>').format(title) for title in self.header)
-        rows = [[named.format(name), *map(cell.format, cells)] for name, *cells in self.rows]
-        body = Markup().join(Markup("<tr>{}</tr>\n").format(Markup().join(row)) for row in rows)
-        return Markup("<table>\n<thead><tr>{}</tr></thead>\n<tbody>\n{}</tbody>\n</table>").format(header, body)
 
     __repr__ = __str__
 
