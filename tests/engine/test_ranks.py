@@ -1,55 +1,29 @@
 """Processes that share a calibration measure what one alone measures, and fail together."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+import json
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import MakeFamily, WriteRecipe
 from safetensors.torch import load_file
 from support import families
 from support.adapters import write_adapter
+from support.command import run
 from support.families import Family
 from support.html_elements import Elements
-from support.linearity_values import assert_same, plan_of
-from support.processes import TIMEOUT, command_together, torchrun
+from support.processes import command_together, torchrun
 from support.reference import largest_difference
 
 from mergekit_slta.checks import examine
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.nonlinearity.studies import merge_study, path_study
 from mergekit_slta.slta.calibrate import _Calibration
 from mergekit_slta.slta.lookup import measured_statistics
 from mergekit_slta.slta.statistics import Statistics
-
-
-@contextmanager
-def joined(folder: Path, index: int, count: int) -> Iterator[Ranks]:
-    """One of several processes, while they know of each other."""
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, timedelta(seconds=TIMEOUT), rank=index, world_size=count)
-    yield Ranks(index, count)
-    dist.destroy_process_group()
-
-
-def run_together(forks: ForkServerContext, count: int, work: Callable[..., object], *arguments: Any) -> None:
-    """Run ``work(*arguments, index, count)`` in several processes at once."""
-    processes = [forks.Process(target=work, args=(*arguments, index, count), daemon=True) for index in range(count)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(TIMEOUT)
-    assert [process.exitcode for process in processes] == [0] * count
-
-
-# Feature merges
 
 
 def test_processes_together_merge_to_the_same_tensors(
@@ -90,38 +64,27 @@ def test_processes_together_merge_adapters_once(
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 2
 
 
-def look_at_own_disk(folder: Path, index: int, count: int) -> None:
-    """What one of several processes does: it sees as many files as its index says."""
-    said = f"^The processes see different files in {folder}: name a folder that all of them share.$"
-    with joined(folder, index, count) as ranks:
-        ranks.require_equal(3, folder)
-        with pytest.raises(SltaError, match=said):
-            ranks.require_equal(index, folder)
-
-
-def test_processes_that_see_different_files_refuse_to_go_on(forks: ForkServerContext, tmp_path: Path) -> None:
-    run_together(forks, 2, look_at_own_disk, tmp_path)
-
-
-# Linearity
-
-
-def share_linearity(family: Family, folder: Path, index: int, count: int) -> None:
-    """What one of several processes does; the second study has no samples for some of them."""
-    studies, levels = [merge_study((0, 2), 3), path_study(1, 3)], ("model", "layer", "linear")
-    tasks = [samples[:2] for samples in family.token_ids()]
-    alone = plan_of(family, levels, studies, tasks).measure()
-    with joined(folder, index, count) as ranks:
-        assert_same(plan_of(family, levels, studies, tasks, ranks=ranks).measure(), alone, 1e-7)
+def test_processes_that_see_different_files_refuse_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, number: [3, number])
+    said = f"^The processes see different files in {tmp_path}: name a folder that all of them share.$"
+    Ranks(1, 2).require_equal(3, tmp_path)
+    with pytest.raises(SltaError, match=said):
+        Ranks(1, 2).require_equal(2, tmp_path)
 
 
 def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
-    forks: ForkServerContext, llama: Family, tmp_path: Path
+    llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
-    run_together(forks, 2, share_linearity, llama, tmp_path)
-
-
-# The command itself
+    """Also those without a sample of a study."""
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    recipe = write_recipe(llama, experts=(0, 2))
+    options = ["--level", "model", "--level", "layer", "--level", "linear", "--samples", "2", "--quiet"]
+    run("linearity", recipe, "-o", alone, *options)
+    done = command_together(forks, 2, "linearity", recipe, "-o", together, *options)
+    assert done.returncode == 0, done.stderr
+    expected, found = ((folder / "linearity.json").read_text() for folder in (alone, together))
+    nearly = json.loads(expected, parse_float=lambda number: pytest.approx(float(number), abs=1e-7))
+    assert json.loads(found) == nearly
 
 
 def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) -> None:
