@@ -281,7 +281,7 @@ def small_config(name: str, **own: Any) -> PretrainedConfig:
     return config
 
 
-def _with_sizes(default: PretrainedConfig, own: Mapping[str, Any], sizes: Mapping[str, int] = SIZES) -> dict[str, Any]:
+def _with_sizes(default: PretrainedConfig, own: Mapping[str, Any], sizes: dict[str, int] = SIZES) -> dict[str, Any]:
     """The arguments of a configuration like a default one: the sizes of its fields and of its parts' fields."""
     text = default.get_text_config()
     if text is default:
@@ -465,8 +465,8 @@ def character_tokenizer(tokens: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def save_tokenizer(folder: Path, backend: tokenizers.Tokenizer, chat_template: str | None, **settings: Any) -> None:
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "model_max_length": 128} | settings
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+    usual: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "model_max_length": 128}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **usual | settings)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
 
