@@ -16,10 +16,9 @@ import transformers
 from click.testing import CliRunner
 from support import calibration_samples, families
 from support.adapters import write_adapter
-from support.calibration_samples import BOS, EOS, load, spelled, write_jsonl
+from support.calibration_samples import BOS, EOS, LETTERS, load, spelled, write_jsonl, write_scripted
 from support.command import run
 from support.examining import t5
-from support.small_models import LETTERS, write_scripted
 from transformers import AutoTokenizer
 
 import mergekit_slta as slta
@@ -78,7 +77,7 @@ def test_answers_are_what_generate_gives_one_by_one_and_calibrate_with_the_same_
     asked = random.Random(0).sample(PROMPTS, len(PROMPTS))
     texts = [f"<s>{before}{prompt}{after}" for prompt in asked]
     given = [tokenizer(t, add_special_tokens=False, padding=False, truncation=False)["input_ids"] for t in texts]
-    model = families.model_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(folder)
+    model = families.open_model(folder)
     expected = one_by_one(model, given, 20)
     assert len({tuple(row[len(prompt) :]) for row, prompt in zip(expected, given, strict=True)}) > 2
     rows = calibrating(out, folder, len(PROMPTS))

@@ -16,11 +16,12 @@ import transformers
 from conftest import MakeFamily
 from mergekit.common import ModelReference
 from support import families
-from support.adapters import State, edit, of_experts, state_of, write_adapter
+from support.adapters import State, edit, of_experts, write_adapter
 from support.architecture_scan import small_configs
 from support.copies import edit_tensors
 from support.examining import edit_config, grow, larger_vocabulary, look, only, problems, save_random, swap_ids, t5
 from support.families import Family, config_of
+from support.merging import load
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import merge_adapter
@@ -273,7 +274,7 @@ def of_a_resized_model(*, save_embedding_layers: bool = False, **settings: Any) 
 def of_some_experts(architecture: str, **parts: Any) -> Edit:
     def change(case: Case) -> None:
         case.of(architecture)
-        case.adapt(of_experts(state_of(case.base), architecture, case.folder / "adapter", **parts))
+        case.adapt(of_experts(load(case.base)[0], architecture, case.folder / "adapter", **parts))
 
     return change
 

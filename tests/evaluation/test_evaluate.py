@@ -12,10 +12,9 @@ import pytest
 from conftest import MakeFamily
 from evaluation.test_scores import reference
 from support import families
-from support.calibration_samples import BOS, EOS, spelled, write_jsonl
+from support.calibration_samples import BOS, EOS, spelled, write_jsonl, write_scripted
 from support.command import run
 from support.families import Family
-from support.small_models import write_scripted
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta.errors import SltaError

@@ -16,7 +16,6 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
 from support import families
 from support.families import Family
-from support.merging import counted
 
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
@@ -53,22 +52,24 @@ def equal(first: State, second: State) -> bool:
 
 
 @pytest.fixture
-def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each feature merge that is computed."""
-    return counted(monkeypatch, module, "feature_merge")
+def merges(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """What counts the feature merges that are computed."""
+    counting = mock.Mock(wraps=module.feature_merge)
+    monkeypatch.setattr(module, "feature_merge", counting)
+    return counting
 
 
 # The folder
 
 
-def test_a_finished_merge_is_not_computed_again(llama: Family, merges: list[int], tmp_path: Path) -> None:
+def test_a_finished_merge_is_not_computed_again(llama: Family, merges: mock.Mock, tmp_path: Path) -> None:
     """Nor when the recipe is given a report."""
     solve(recipe(llama), tmp_path)
     first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
     found = solve(recipe(llama, ridge="auto", report=str(tmp_path / "report")), tmp_path)
-    assert len(merges) == 1
+    assert merges.call_count == 1
     assert contents(tmp_path) == first
     for name, tensor in families.solved_tensors(tmp_path).items():
         assert torch.equal(found.tensor(name), tensor)  # type: ignore[arg-type]
@@ -126,7 +127,7 @@ def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_i
 # Removed, or kept
 
 
-def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: list[int], tmp_path: Path) -> None:
+def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: mock.Mock, tmp_path: Path) -> None:
     content, save, out = recipe(llama, report=str(tmp_path / "report")), TensorWriter.save_tensor, tmp_path / "out"
     saved: list[str] = []
 
@@ -149,7 +150,7 @@ def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: l
     with pytest.raises(SltaError, match="is not finished: run it again"):
         publish(out, "org/name", dry_run=True)
     families.merge(content, out)
-    assert len(merges) == 1
+    assert merges.call_count == 1
     assert not (out / "mergekit-slta").exists()
 
 

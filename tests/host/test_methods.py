@@ -20,8 +20,7 @@ from support.adapters import write_adapter
 from support.command import run
 from support.copies import edit_tensors, edited
 from support.families import Family
-from support.merging import State, merged_state, spoiled, worst_error
-from support.small_models import as_stored, merge, role_by_hand
+from support.merging import State, load, merged_state, role_by_name, spoiled, stored, worst_error
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.host.methods import Method, SftmMerge
@@ -83,12 +82,16 @@ FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., torch.Te
 )
 def test_stock_mergekit_merges_every_tensor_by_the_methods_formula(method: str, key: str, tmp_path: Path) -> None:
     own, shared, formula = FORMULAS[method]
-    merged, base, *experts = merge(key, method, tmp_path, {}, own, **shared)
+    family = families.make_family(tmp_path, key)
+    content = families.recipe(family, method, calibration=False, **shared)
+    content["models"][1]["parameters"] = own
+    out = families.merge(content, tmp_path / "merged")
+    assert not any(load(out)[1].values())
+    merged, base, *experts = map(stored, (out, *family.folders))
     assert set(merged) == set(base)
     for name, tensor in merged.items():
         if tensor.is_floating_point():
-            inputs = [base[name], *(expert[name] for expert in experts)]
-            wanted = as_stored(name, inputs, partial(formula, role_by_hand(name)))
+            wanted = formula(role_by_name(name), base[name], [expert[name] for expert in experts])
             torch.testing.assert_close(tensor.double(), wanted, rtol=0, atol=1e-6, msg=name)
 
 
@@ -145,7 +148,7 @@ def expected(method: str, family: Family) -> State:
     base, *experts = (model.state_dict() for model in models)
     found = {}
     for name, tensor in base.items():
-        role, own = role_by_hand(name), [expert[name] for expert in experts]
+        role, own = role_by_name(name), [expert[name] for expert in experts]
         if method == "actmat":
             found[name] = actmat_reference.merged_tensor(role, tensor, own)
         else:
@@ -163,8 +166,8 @@ def test_experts_of_mixed_types(method: str, mixed: Family, tmp_path: Path) -> N
     found = families.load_model(families.merge(content, tmp_path / "out")).state_dict()
     wanted = expected(method, mixed)
     (file,) = (tmp_path / "out").glob("*.safetensors")
-    (stored,) = {tensor.dtype for tensor in load_file(file).values()}
-    allowed = 1e-4 if stored == torch.float32 else 2**-8
+    (dtype,) = {tensor.dtype for tensor in load_file(file).values()}
+    allowed = 1e-4 if dtype == torch.float32 else 2**-8
     assert set(found) == set(wanted)
     assert max(float((found[name] - own).norm() / own.norm()) for name, own in wanted.items()) < allowed
 

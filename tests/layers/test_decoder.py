@@ -219,25 +219,23 @@ def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
     assert decoder.submodules("linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
 
 
-SMALL: dict[str, Any] = families.GROUPED | {"head_dim": 8}
-
 # What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
     "a prompt before the tokens": (
         "CpmAntConfig",
-        SMALL | {"dim_head": 8, "dim_ff": 48, "prompt_length": 4},
+        {"dim_head": 8, "dim_ff": 48, "prompt_length": 4},
         LEVELS,
         "CpmAntForCausalLM hands its decoder layers other positions than the tokens'.*'merge_method: actmat'",
     ),
     "a change between layers": (
         "RwkvConfig",
-        SMALL | {"rescale_every": 2},
+        {"rescale_every": 2},
         LEVELS,
         "RwkvForCausalLM changes the hidden states between its decoder layers.*'merge_method: actmat'",
     ),
     "logits from more than the last layer": (
         "Inkling2TextConfig",
-        SMALL | {"num_experts": 4, "moe_intermediate_size": 16, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+        {"swa_num_key_value_heads": 2},
         ("model",),
         "Inkling2ForCausalLM: it cannot compute its logits from .* alone .it needs those of earlier layers too.. Use",
     ),
@@ -259,9 +257,7 @@ def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case
     name, arguments, levels, words = REFUSED[case]
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    config = getattr(transformers, name)(**arguments)
-    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    config.architectures = [model.__name__]
+    config = families.small_config(name, **arguments)
     if levels == LEVELS:
         with pytest.raises(SltaError, match=words):
             trace(config)

@@ -19,11 +19,11 @@ from support.adapters import (
     of_experts,
     renamed,
     saved,
-    state_of,
     write_adapter,
 )
 from support.examining import problems, save_random, with_expert
-from support.families import model_class
+from support.families import open_model
+from support.merging import load
 from support.slow import slow_but
 from transformers import AutoConfig
 
@@ -35,9 +35,9 @@ Q_AND_DOWN = ("self_attn.q_proj", "mlp.down_proj")
 
 def tower_of(folder: Path) -> str:
     """The path of a model's language tower."""
-    config = AutoConfig.from_pretrained(folder)
-    paths = [path for path, _ in model_class(config).from_pretrained(folder).named_modules()]
-    is_text = config.get_text_config() is config
+    model = open_model(folder)
+    paths = [path for path, _ in model.named_modules()]
+    is_text = model.config.get_text_config() is model.config
     layers = [path for path in paths if path.endswith(".layers") and (is_text or "language_model" in path)]
     return layers[0].removesuffix(".layers")
 
@@ -109,12 +109,12 @@ def test_an_adapter_is_applied_by_whichever_names_it_has(
     expert = merge_adapter(ModelReference.parse(f"{base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
     inner, tower = re.compile(r".*?(layers\.)"), tower_of(base)
     wanted = merged_by_hand(
-        state_of(base),
+        load(base)[0],
         adapter,
         lambda name: inner.sub(rf"{tower}.\1", name, count=1),
         **{FULL: 9 if way is sized_apart else 4},
     )
-    found, before = state_of(Path(expert.model.path)), state_of(base)
+    found, before = load(Path(expert.model.path))[0], load(base)[0]
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert torch.allclose(found[name].double(), tensor, rtol=1e-6, atol=1e-7), name
@@ -147,10 +147,10 @@ def test_an_adapter_of_experts_by_older_names_is_applied(
     architecture: str, parts: tuple[str, ...], make_family: MakeFamily, tmp_path: Path
 ) -> None:
     family = make_family(architecture)
-    adapter = of_experts(state_of(family.base), architecture, tmp_path / "adapter", parts)
+    adapter = of_experts(load(family.base)[0], architecture, tmp_path / "adapter", parts)
     recipe = with_expert(family, f"{family.base}+{adapter}")
     assert problems(recipe, options={"lora_merge_cache": str(tmp_path / "cache")}) == []
     expert = merge_adapter(ModelReference.parse(f"{family.base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
-    found = state_of(Path(expert.model.path))
-    for name, tensor in with_experts_by_hand(state_of(family.base), adapter, architecture).items():
+    found = load(Path(expert.model.path))[0]
+    for name, tensor in with_experts_by_hand(load(family.base)[0], adapter, architecture).items():
         assert torch.allclose(found[name].double(), tensor, rtol=1e-6, atol=1e-6), name

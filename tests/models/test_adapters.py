@@ -16,8 +16,8 @@ from mergekit.common import ModelPath, ModelReference
 from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import edit, merged_by_hand, write_adapter
-from support.copies import edit_tensors, pickle_as_before
-from support.examining import adapted, problems
+from support.copies import AS_BEFORE, edit_tensors
+from support.examining import problems, with_expert
 from support.families import Family
 from support.hub import serve
 from transformers import AutoModelForCausalLM
@@ -178,11 +178,12 @@ def test_adapters_of_all_kinds_are_whole_and_merged_as_by_peft(kind: str, llama:
     model.save_pretrained(str(tmp_path / "adapter"))
     if kind == "in the old format":
         file = tmp_path / "adapter/adapter_model.safetensors"
-        pickle_as_before(file.with_suffix(".bin"), load_file(file))
+        torch.save(load_file(file), file.with_suffix(".bin"), **AS_BEFORE)
         file.unlink()
     options = {"lora_merge_cache": str(tmp_path / "cache")}
-    assert problems(adapted(llama, tmp_path / "adapter"), options=options, merging=False) == []
-    reference = ModelReference.parse(f"{llama.base}+{tmp_path / 'adapter'}")
+    expert = f"{llama.base}+{tmp_path / 'adapter'}"
+    assert problems(with_expert(llama, expert), options=options, merging=False) == []
+    reference = ModelReference.parse(expert)
     found = load_file(Path(merge_adapter(reference, options["lora_merge_cache"]).model.path) / "model.safetensors")
     expected = load_file(merged_by_peft(llama.base, tmp_path / "adapter", tmp_path / "full") / "model.safetensors")
     before = load_file(llama.base / "model.safetensors")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.calibration_samples import BOS, EOS, spelled
+from support.calibration_samples import BOS, EOS, spelled, write_scripted
 from support.command import run
 from support.families import Family
-from support.small_models import write_scripted
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.new import WITH_DATA, new_recipe

@@ -142,7 +142,7 @@ def measure_tasks(family: Family, folder: Path) -> None:
 @depths.needs_account
 def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
     """Under twice what T + 1 layers in float32 and the hidden states of all samples take."""
-    _, deep = depths.shallow_and_deep(tmp_path, times=3)
+    deep = depths.wide_family(tmp_path, layers=6)
     tensors = load_file(deep.base / "model.safetensors")
     layer = sum(tensor.numel() for name, tensor in tensors.items() if ".layers.0." in name)
     needed = 4 * (len(deep.folders) * layer + depths.TOKENS * depths.WIDTH)

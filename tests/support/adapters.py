@@ -10,8 +10,7 @@ from typing import Any
 import peft
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import model_class
-from transformers import AutoConfig
+from support.families import open_model
 
 RANK = 2
 State = dict[str, torch.Tensor]
@@ -24,7 +23,7 @@ def write_adapter(
 
     None of its matrices is zero. By default it is one of the query projections; ``more`` are its other settings.
     """
-    model = model_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
+    model = open_model(base, dtype=torch.float32)
     modules = list(targets) or ([] if parameters else ["q_proj"])
     config = peft.LoraConfig(
         r=RANK, lora_alpha=alpha, target_modules=modules, target_parameters=list(parameters), **more
@@ -58,11 +57,6 @@ def merged_by_hand(
 
 def saved(adapter: Path) -> State:
     return load_file(adapter / "adapter_model.safetensors")
-
-
-def state_of(folder: Path) -> State:
-    model = model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
-    return dict(model.state_dict())
 
 
 def edit(adapter: Path, change: Callable[[State], State] = dict, **settings: Any) -> Path:

@@ -66,31 +66,9 @@ FEATCAL = "`featcal` leaves most linear maps as `actmat` merges them"
 LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
 
-# The sizes that a configuration's fields get, where it has fields of these names.
-SIZES: dict[str, Any] = {
-    name: size
-    for size, names in {
-        128: "max_position_embeddings",
-        64: "vocab_size vocab_size_per_layer_input",
-        48: "intermediate_size ffn_dim n_inner intermediate_size_mlp d_ff dff ffn_hidden_size",
-        32: "hidden_size d_model n_embd embedding_size emb_dim hidden_size_per_layer_input word_embed_proj_dim",
-        16: "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
-        "moe_intermediate_size moe_hidden_size expert_ffn_hidden_size moe_latent_size "
-        "q_lora_rank kv_lora_rank o_lora_rank laurel_rank",
-        8: "head_dim global_head_dim v_head_dim qk_nope_head_dim attention_head_dim qk_rope_head_dim swa_head_dim "
-        "swa_v_head_dim linear_key_head_dim linear_value_head_dim",
-        4: "num_hidden_layers num_layers n_layer n_layers num_attention_heads n_head num_heads n_heads "
-        "num_experts num_local_experts n_routed_experts moe_num_experts",
-        2: "linear_num_key_heads linear_num_value_heads",
-        1: "n_group topk_group",
-    }.items()
-    for name in names.split()
-}
-# Sizes that must not grow.
-AT_MOST = {
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2),
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 3),
-}
+# The sizes that a configuration's fields get, where it has fields of these names; four layers make every kind of layer.
+SIZES = families.SIZES | dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 4)
+AT_MOST = families.AT_MOST | dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 3)
 DEPTHS = ("depth", "num_hidden_layers", "num_layers", "layers", "encoder_layers", "n_layers")
 GROUPED = ("num_key_value_heads", "num_global_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 
@@ -101,14 +79,13 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 # What the default configurations lack to be a model, or keep from being small.
 KNOBS: dict[str, dict[str, Any]] = {
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
-    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "falcon_h1": families.UNSPLIT["falcon_h1"][1],
+    "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
-    "ministral": {"head_dim": 8, "num_key_value_heads": 2},
-    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    **{name: {"head_dim": 8, "num_key_value_heads": 2} for name in ("ministral", "nemotron")},
     "qwen4_exp_text": {
         **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "indexer_n_heads"), 2),
         **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "indexer_head_dim"), 8),
@@ -122,29 +99,17 @@ KNOBS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "codegen": {"rotary_dim": 4},
-    "gptj": {"rotary_dim": 4},
+    **{name: {"rotary_dim": 4} for name in ("codegen", "gptj")},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
-    "mamba2": {"num_heads": 8, "n_groups": 1, "state_size": 8, "chunk_size": 8},
+    "falcon": families.ARCHITECTURES["falcon_new"][1],
+    "mamba2": {"num_heads": 8, "state_size": 8},
     "zamba2": families.UNSPLIT["zamba2"][1],
     "gemma3n_text": families.UNSPLIT["gemma3n"][1],
-    "granitemoehybrid": families.ARCHITECTURES["granite_moe_hybrid"][1],
+    "granitemoehybrid": families.ARCHITECTURES["granite_moe_hybrid"][1] | {"num_hidden_layers": families.LAYERS},
     "longcat_flash": families.UNSPLIT["longcat_flash"][1],
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-        **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size"), 8),
-        "n_groups": 1,
-    },
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "mamba_n_groups": 1,
-        "mamba_chunk_size": 8,
-        "attn_layer_indices": [1],
-    },
+    "bamba": {"attn_layer_indices": [1]},
     **{
         f"{name}_text": {"head_dim": 8, "rope_parameters": _mrope(2, 1, 1)}
         for name in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr_vl", "glm_ocr", "cosmos3_edge")
@@ -301,12 +266,7 @@ def small_decoder(model_type: str, architecture: str) -> Decoder:
 
 def _sizes(config: Any) -> list[dict[str, Any]]:
     """The arguments to try for a configuration like this one, the smallest first."""
-    known = {}
-    given = {*config.to_dict(), *config.attribute_map}  # others are computed
-    for name in given & {*SIZES, *AT_MOST, *GROUPED, "num_attention_heads"}:
-        with contextlib.suppress(Exception):  # some configurations have such a field for each layer, not for the model
-            if isinstance(value := getattr(config, name, None), int):
-                known[name] = value
+    known = families.numbers_of(config, {*SIZES, *AT_MOST, *GROUPED})
     sizes = {name: size for name, size in SIZES.items() if name in known}
     sizes |= {name: min(size, known[name]) for name, size in AT_MOST.items() if name in known}
     heads = known.get("num_attention_heads")

@@ -1,4 +1,6 @@
-"""What tests of calibration data share: conversations, files of records, and a tokenizer of single characters."""
+"""What tests of calibration data share: conversations, files of records, a tokenizer of single characters, and a model
+that says what it is told.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import decoders, models, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+import torch
+import transformers
+from support import families
+from tokenizers import decoders, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource
 from mergekit_slta.errors import SltaError
@@ -23,24 +27,11 @@ def write_tokenizer(folder: Path, chat_template: str | None = None) -> PreTraine
 
     Its files say to pad, and to truncate on the left.
     """
-    vocabulary = {"<s>": BOS, "</s>": EOS, "<pad>": 2} | {c: i for i, c in enumerate(CHARACTERS, 3)}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)]
-    )
+    backend = families.character_tokenizer(("<s>", "</s>", "<pad>", *CHARACTERS))
     backend.decoder = decoders.Fuse()
     backend.enable_padding(pad_id=2, pad_token="<pad>", length=64)
     backend.enable_truncation(max_length=5, direction="left")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        truncation_side="left",
-        model_max_length=16,
-    )
-    tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(folder)
+    families.save_tokenizer(folder, backend, chat_template, truncation_side="left", model_max_length=16)
     return AutoTokenizer.from_pretrained(folder)
 
 
@@ -77,3 +68,28 @@ def refused(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     assert "\n" not in message
     assert message.endswith(".")
     return message
+
+
+# Characters are tokens, so that a model's answers are tokenized as it produced them.
+LETTERS: dict[str, Any] = {"vocab_size": 3 + len(CHARACTERS), "bos_token_id": BOS, "eos_token_id": EOS}
+
+
+def write_scripted(folder: Path, script: Sequence[int], template: str | None, *, adds_end: bool = True) -> Path:
+    """A GPT-2 that looks at positions alone: after ``i`` tokens, whatever they are, it says token ``i`` of a script."""
+    size: int = LETTERS["vocab_size"]
+    config = transformers.GPT2Config(n_embd=size, n_layer=1, n_head=1, **LETTERS)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.wte.weight.copy_(torch.eye(size))  # the head's weight, too
+        model.transformer.wpe.weight[: len(script) - 1].copy_(9 * torch.eye(size)[list(script[1:])])
+        model.transformer.ln_f.weight.fill_(1)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, template)
+    if not adds_end:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        only_begins = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+        tokenizer.backend_tokenizer.post_processor = only_begins
+        tokenizer.save_pretrained(folder)
+    return folder

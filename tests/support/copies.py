@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+AS_BEFORE: dict[str, Any] = {"_use_new_zipfile_serialization": False}
 
 
 def sharded(source: Path, folder: Path) -> Path:
@@ -21,23 +23,17 @@ def sharded(source: Path, folder: Path) -> Path:
     return folder
 
 
-def pickled(source: Path, folder: Path) -> Path:
+def pickled(source: Path, folder: Path, **options: Any) -> Path:
     """A copy in one pickled file."""
     shutil.copytree(source, folder)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **options)
     (folder / "model.safetensors").unlink()
     return folder
 
 
 def pickled_as_before(source: Path, folder: Path) -> Path:
     """A copy in one pickled file of torch's format before 1.6, which is no archive."""
-    pickled(source, folder)
-    pickle_as_before(folder / "pytorch_model.bin", torch.load(folder / "pytorch_model.bin"))
-    return folder
-
-
-def pickle_as_before(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    torch.save(tensors, file, _use_new_zipfile_serialization=False)
+    return pickled(source, folder, **AS_BEFORE)
 
 
 def pickled_shards(source: Path, folder: Path) -> Path:
@@ -67,19 +63,3 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
     edit(tensors)
     stored = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def deeper(source: Path, folder: Path, times: int) -> Path:
-    """A copy with its layers repeated, without a tokenizer."""
-    config = AutoConfig.from_pretrained(source)
-    tensors = load_file(source / "model.safetensors")
-    repeated = {name: tensor for name, tensor in tensors.items() if ".layers." not in name}
-    for name, tensor in tensors.items():
-        if ".layers." in name:
-            for turn in range(times):
-                number = int(name.split(".")[2]) + turn * config.num_hidden_layers
-                repeated[re.sub(r"layers\.\d+", f"layers.{number}", name)] = tensor.clone()
-    config.num_hidden_layers *= times
-    config.save_pretrained(folder)
-    save_file(repeated, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import copies, families, memory
+from support import families, memory
 from support.families import Family
 from support.processes import TIMEOUT
 
@@ -17,7 +17,6 @@ WIDTH = 384
 WIDE = {
     "hidden_size": WIDTH,
     "intermediate_size": 1024,
-    "num_hidden_layers": 2,
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
 }
@@ -34,13 +33,10 @@ needs_account = pytest.mark.skipif(
 )
 
 
-def shallow_and_deep(folder: Path, times: int) -> tuple[Family, Family]:
-    """A family in bfloat16, and one with its layers repeated."""
-    shallow = families.make_family(
-        folder / "shallow", families.config_of("llama", **WIDE), dtype=torch.bfloat16, scale=0.01
-    )
-    base, *experts = [copies.deeper(source, folder / "deep" / source.name, times) for source in shallow.folders]
-    return shallow, Family(base, tuple(experts), (), families.checkpoints([base])[0].config)
+def wide_family(folder: Path, layers: int) -> Family:
+    """A family in bfloat16."""
+    config = families.config_of("llama", **WIDE, num_hidden_layers=layers)
+    return families.make_family(folder, config, dtype=torch.bfloat16, scale=0.01)
 
 
 def peaks_of_mixtures(forks: ForkServerContext, work: Work, folder: Path) -> list[int]:

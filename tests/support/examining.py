@@ -50,9 +50,9 @@ def save_random(config: transformers.PretrainedConfig, folder: Path, model: str 
     return folder
 
 
-def with_expert(family: Family, expert: Path | str, method: str = "slta") -> dict[str, Any]:
+def with_expert(family: Family, expert: Path | str) -> dict[str, Any]:
     """A recipe whose second expert is another model."""
-    recipe = families.recipe(family, method, experts=[0, 1], calibration=method == "slta")
+    recipe = families.recipe(family, experts=[0, 1])
     recipe["models"][1]["model"] = str(expert)
     return recipe
 
@@ -67,10 +67,6 @@ def with_data(family: Family, calibration: Any, **parameters: Any) -> dict[str, 
 def feature_recipe(family: Family, **parameters: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"samples": 6, **parameters}
     return families.recipe(family, "featcal", **settings)
-
-
-def adapted(family: Family, adapter: Path) -> dict[str, Any]:
-    return with_expert(family, f"{family.base}+{adapter}")
 
 
 def larger_vocabulary(folder: Path) -> Path:

@@ -7,8 +7,8 @@ import itertools
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -51,19 +51,42 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?=[]\n"
 VOCABULARY = 64
 LAYERS = 3
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 128,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
+# The numbers that a configuration's fields get, where it has fields of these names.
+SIZES: dict[str, int] = {
+    name: size
+    for size, names in {
+        128: "max_position_embeddings",
+        VOCABULARY: "vocab_size vocab_size_per_layer_input",
+        48: "intermediate_size ffn_dim n_inner intermediate_size_mlp d_ff dff ffn_hidden_size",
+        32: "hidden_size d_model n_embd embedding_size emb_dim hidden_size_per_layer_input word_embed_proj_dim",
+        16: "shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+        "moe_intermediate_size moe_hidden_size expert_ffn_hidden_size moe_latent_size "
+        "q_lora_rank kv_lora_rank o_lora_rank laurel_rank",
+        8: "head_dim global_head_dim v_head_dim qk_nope_head_dim attention_head_dim qk_rope_head_dim swa_head_dim "
+        "swa_v_head_dim linear_key_head_dim linear_value_head_dim "
+        "mamba_d_state mamba_d_head mamba_n_heads mamba_chunk_size "
+        "mamba_head_dim mamba_num_heads n_mamba_heads ssm_state_size chunk_size",
+        4: "num_attention_heads n_head num_heads n_heads num_experts num_local_experts n_routed_experts "
+        "moe_num_experts",
+        LAYERS: "num_hidden_layers num_layers n_layer n_layers",
+        2: "num_key_value_heads linear_num_key_heads linear_num_value_heads",
+        1: "n_group topk_group mamba_n_groups n_groups",
+    }.items()
+    for name in names.split()
 }
-GROUPED = _SMALL | {"num_key_value_heads": 2}
-_FALCON = {name: value for name, value in _SMALL.items() if name != "intermediate_size"}
+# Those of the towers beside a text model.
+VISION: dict[str, int] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "image_size", "num_position_embeddings"), 16),
+    # As many layers as the language tower has, which must not be taken for it.
+    **dict.fromkeys(("num_hidden_layers", "depth"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 2),
+    "patch_size": 8,
+    "out_hidden_size": 32,
+}
+# Those that must not grow.
+AT_MOST = dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts"), 2)
+
+_HALF_SLIDE = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOW = {"sliding_window": 4}
 _LATER_LAYERS_SLIDE = _WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
@@ -79,237 +102,151 @@ _LONGROPE = {
         "long_factor": [1.0, 2.0, 4.0, 8.0],
     },
 }
-_TOP_2_OF_4 = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_GPT2 = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128}
+_FALCON = {"ffn_hidden_size": 128}
+_LINEAR = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_LATENT = {"q_lora_rank": 12, "num_key_value_heads": 4}
 
-# Key -> the class of the configuration, and its arguments. Every mechanism that moves a branch has an entry: grouped
-# heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections and mixtures.
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", GROUPED),
-    "mistral": ("MistralConfig", GROUPED | _WINDOW | {"head_dim": 8}),
-    "qwen2": ("Qwen2Config", GROUPED | _LATER_LAYERS_SLIDE),
-    "qwen3": ("Qwen3Config", GROUPED | _LATER_LAYERS_SLIDE | {"head_dim": 16}),
-    "gemma": ("GemmaConfig", GROUPED | {"head_dim": 8}),
-    "gemma2": ("Gemma2Config", GROUPED | _SLIDING | {"head_dim": 8, "attn_logit_softcapping": 1.0}),
-    "gemma3": ("Gemma3TextConfig", GROUPED | _SLIDING | {"head_dim": 8}),
-    "phi": ("PhiConfig", GROUPED),
-    "phi3": ("Phi3Config", GROUPED | _WINDOW),
-    "phi3_longrope": ("Phi3Config", GROUPED | _LONGROPE),
-    "gpt2": ("GPT2Config", _GPT2 | {"bos_token_id": BOS, "eos_token_id": EOS}),
-    "gpt_neox": ("GPTNeoXConfig", _SMALL),
+Table = dict[str, tuple[str, dict[str, Any]]]
+
+# Key -> the class of the configuration, and what it has beside the sizes above. Every mechanism that moves a branch has
+# an entry: grouped heads, parallel branches, norms after branches, scaled branches, masks per layer, fused projections
+# and mixtures.
+ARCHITECTURES: Table = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", _WINDOW),
+    "qwen2": ("Qwen2Config", _LATER_LAYERS_SLIDE),
+    "qwen3": ("Qwen3Config", _LATER_LAYERS_SLIDE | {"head_dim": 16}),
+    "gemma": ("GemmaConfig", {}),
+    "gemma2": ("Gemma2Config", _SLIDING | {"attn_logit_softcapping": 1.0}),
+    "gemma3": ("Gemma3TextConfig", _SLIDING),
+    "phi": ("PhiConfig", {}),
+    "phi3": ("Phi3Config", _WINDOW),
+    "phi3_longrope": ("Phi3Config", _LONGROPE),
+    "gpt2": ("GPT2Config", {"n_inner": None}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
     "falcon_new": (
         "FalconConfig",
         _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
     ),
     "falcon_alibi": ("FalconConfig", _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False}),
-    "olmo2": ("Olmo2Config", GROUPED),
-    "cohere": ("CohereConfig", GROUPED | {"use_qk_norm": True}),
-    "mixtral": ("MixtralConfig", GROUPED | _WINDOW | {"num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeConfig", GROUPED | _LATER_LAYERS_SLIDE | _TOP_2_OF_4 | {"head_dim": 8, "num_experts": 4}),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        GROUPED
-        | _TOP_2_OF_4
-        | {"head_dim": 8, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-        | {"attention_bias": True, "use_qk_norm": True},
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        GROUPED | _SLIDING | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "olmo2": ("Olmo2Config", {}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True}),
+    "mixtral": ("MixtralConfig", _WINDOW),
+    "qwen3_moe": ("Qwen3MoeConfig", _LATER_LAYERS_SLIDE),
+    "glm4_moe": ("Glm4MoeConfig", {"first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True}),
+    "gpt_oss": ("GptOssConfig", _SLIDING),
     "jamba_dense": (
         "JambaConfig",
-        GROUPED
-        | {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
+        {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1}
         | {"mamba_d_state": 4, "mamba_dt_rank": 4},
     ),
-    "lfm2": ("Lfm2Config", GROUPED | {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "granite_moe_hybrid": (
         "GraniteMoeHybridConfig",
-        GROUPED
-        | {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
-        | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"shared_intermediate_size": 32, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2}
-        | {"mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8},
+        {"residual_multiplier": 0.4, "embedding_multiplier": 2.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+        | {"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 32},
     ),
 }
 
 # Decoders whose layers are no plain sum of two branches: sums inside a branch's module or on a view, norms after the
 # sum, inputs for each layer, two mixers side by side, one branch only, several hidden states per token, a value for
 # the next layer beside the hidden states.
-UNSPLIT: dict[str, tuple[str, dict[str, Any]]] = {
-    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCABULARY}),
-    "mamba": (
-        "MambaConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4},
-    ),
-    "nemotron_h": (
-        "NemotronHConfig",
-        GROUPED
-        | {"head_dim": 8, "layers_block_type": ["linear_attention", "mlp", "full_attention"], "mamba_num_heads": 8}
-        | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
-    ),
-    "opt": ("OPTConfig", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "llama4": (
-        "Llama4TextConfig",
-        GROUPED | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 8},
-    ),
-    "falcon_h1": (
-        "FalconH1Config",
-        GROUPED
-        | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
-        | {"mamba_n_groups": 1, "mamba_chunk_size": 8},
-    ),
+UNSPLIT: Table = {
+    "bloom": ("BloomConfig", {}),
+    "mamba": ("MambaConfig", {"state_size": 4, "intermediate_size": 64}),
+    "nemotron_h": ("NemotronHConfig", {"layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    "opt": ("OPTConfig", {}),
+    "llama4": ("Llama4TextConfig", {"attention_chunk_size": 8}),
+    "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 64}),
     "gemma4": (
         "Gemma4TextConfig",
-        GROUPED
-        | {"head_dim": 8, "global_head_dim": 8, "num_hidden_layers": 4, "sliding_window": 4}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
-        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8},
+        _HALF_SLIDE
+        | {"sliding_window": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+        | {"head_dim": 8, "global_head_dim": 8},
     ),
     # Post-norm sums with factors, linear attention and a mixture.
     "minimax": (
         "MiniMaxConfig",
-        GROUPED
-        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16}
-        | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        _LINEAR
+        | {"head_dim": 8, "block_size": 16}
         | {f"{part}_alpha_factor": 0.9 for part in ("full_attn", "linear_attn", "mlp")}
         | {f"{part}_beta_factor": 1.1 for part in ("full_attn", "linear_attn", "mlp")},
     ),
     # Two layers share an attention and an MLP.
     "zamba2": (
         "Zamba2Config",
-        _SMALL
-        | {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1}
-        | {"mamba_d_state": 8, "n_mamba_heads": 8, "chunk_size": 8, "adapter_rank": 4, "use_mem_rope": True},
+        {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_mem_blocks": 1}
+        | {"num_key_value_heads": 4, "attention_head_dim": 16, "adapter_rank": 4, "use_mem_rope": True},
     ),
     # Two attentions and two MLPs in lists, a mixture beside them, some of whose experts return their input.
-    "longcat_flash": (
-        "LongcatFlashConfig",
-        {name: value for name, value in _SMALL.items() if name not in ("num_hidden_layers", "intermediate_size")}
-        | {"num_layers": LAYERS, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 12, "moe_topk": 2}
-        | {"n_routed_experts": 4, "zero_expert_num": 2, "q_lora_rank": 12, "kv_lora_rank": 16}
-        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 8},
-    ),
-    "zaya": (
-        "ZayaConfig",
-        GROUPED | {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, "router_hidden_size": 16},
-    ),
+    "longcat_flash": ("LongcatFlashConfig", _LATENT | {"zero_expert_num": 2, "expert_ffn_hidden_size": 12}),
+    "zaya": ("ZayaConfig", {"router_hidden_size": 16}),
     "glm_moe_dsa": (
         "GlmMoeDsaConfig",
-        _SMALL
-        | _TOP_2_OF_4
-        | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-        | {"qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+        _LATENT
         | {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 16, "first_k_dense_replace": 1}
         | {"indexer_types": ["full", "shared", "full"]},
     ),
     "gemma3n": (
         "Gemma3nTextConfig",
-        GROUPED
-        | {"head_dim": 8, "num_hidden_layers": 4, "intermediate_size": [48] * 4, "altup_num_inputs": 2}
-        | {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
-        | {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]}
-        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        _HALF_SLIDE
+        | {"intermediate_size": [48] * 4, "altup_num_inputs": 2, "laurel_rank": 4, "hidden_size_per_layer_input": 8}
+        | {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0]},
     ),
 }
 
-
-VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": LAYERS,  # as many as the language tower, which must not be taken for it
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-_QWEN_VISION = {"depth": LAYERS, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_QWEN3_TEXT = GROUPED | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
-_QWEN3_5_TEXT = (
-    _QWEN3_TEXT
+_INTERLEAVED = _MROPE | {"mrope_interleaved": True}
+_QWEN3_5 = {
     # The norm after the linear attention magnifies what nearly cancels; a larger epsilon bounds that.
-    | {"rms_norm_eps": 0.03, "rope_parameters": _MROPE | {"mrope_interleaved": True, "partial_rotary_factor": 1.0}}
-    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
-)
+    "text_config": {"rms_norm_eps": 0.03, "rope_parameters": _INTERLEAVED | {"partial_rotary_factor": 1.0}}
+    | {"linear_num_value_heads": 4}
+    | _LINEAR
+}
 
 # Language towers inside multimodal models.
-MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+MULTIMODAL: Table = {
     "gemma3_vision": (
         "Gemma3Config",
-        {
-            "text_config": GROUPED | _SLIDING | {"head_dim": 8},
-            "vision_config": VISION | {"vision_use_head": False},
-            "mm_tokens_per_image": 4,
-        },
+        {"text_config": _SLIDING, "vision_config": {"vision_use_head": False}, "mm_tokens_per_image": 4},
     ),
     "gemma4_vision": (
         "Gemma4Config",
         {
             "text_config": UNSPLIT["gemma4"][1],
-            "vision_config": VISION | {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8},
+            "vision_config": {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8},
         },
     ),
-    "qwen3_5": (
-        "Qwen3_5Config",
-        {"text_config": _QWEN3_5_TEXT, "vision_config": _QWEN_VISION | {"num_position_embeddings": 16}},
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeConfig",
-        {
-            "text_config": _QWEN3_5_TEXT
-            | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-            | {"shared_expert_intermediate_size": 16},
-            "vision_config": _QWEN_VISION | {"num_position_embeddings": 16},
-        },
-    ),
+    "qwen3_5": ("Qwen3_5Config", _QWEN3_5),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", _QWEN3_5),
     "qwen3_vl": (
         "Qwen3VLConfig",
         {
-            "text_config": _QWEN3_TEXT,
-            "vision_config": _QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1, 2]},
+            "text_config": {"rope_parameters": _INTERLEAVED},
+            "vision_config": {"deepstack_visual_indexes": [0, 1, 2]},
         },
     ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLConfig",
-        {"text_config": GROUPED | {"rope_parameters": _MROPE}, "vision_config": _QWEN_VISION},
-    ),
+    "qwen2_5_vl": ("Qwen2_5_VLConfig", {"text_config": {"rope_parameters": _MROPE}}),
     # Prompts beside images are seen as a whole, text alone is not.
-    "paligemma": (
-        "PaliGemmaConfig",
-        {
-            "text_config": GROUPED | {"model_type": "gemma", "head_dim": 8},
-            "vision_config": VISION | {"model_type": "siglip_vision_model"},
-            "projection_dim": 32,
-        },
-    ),
+    "paligemma": ("PaliGemmaConfig", {"projection_dim": 32}),
     "llama4_vision": (
         "Llama4Config",
         {
             "text_config": UNSPLIT["llama4"][1],
-            "vision_config": VISION | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+            "vision_config": {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         },
     ),
-    "mistral3": (
-        "Mistral3Config",
-        {
-            "text_config": GROUPED | {"model_type": "mistral", "head_dim": 8},
-            "vision_config": VISION | {"model_type": "pixtral"},
-        },
-    ),
+    "mistral3": ("Mistral3Config", {}),
 }
 
 
 # Models that are no decoders.
-ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "t5": (
-        "T5Config",
-        {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+ENCODERS: Table = {
+    "t5": ("T5Config", {"d_kv": 8, "num_layers": 2, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "clip_vision": (
+        "CLIPVisionConfig",
+        {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 16, "patch_size": 8},
     ),
-    "clip_vision": ("CLIPVisionConfig", VISION),
 }
 
 EVERY = (*ARCHITECTURES, *UNSPLIT)
@@ -332,10 +269,44 @@ def model_class(config: PretrainedConfig) -> Any:
 
 def config_of(architecture: str, **changes: Any) -> PretrainedConfig:
     """The tiny configuration of an entry of one of the tables above, with changed fields."""
-    name, arguments = (ARCHITECTURES | UNSPLIT | MULTIMODAL | ENCODERS)[architecture]
-    config: PretrainedConfig = getattr(transformers, name)(**arguments | changes)
+    name, own = (ARCHITECTURES | UNSPLIT | MULTIMODAL | ENCODERS)[architecture]
+    return small_config(name, **own | changes)
+
+
+def small_config(name: str, **own: Any) -> PretrainedConfig:
+    """A tiny configuration of a class, with fields of its own."""
+    kind = getattr(transformers, name)
+    config: PretrainedConfig = kind(**_with_sizes(kind(), own))
     config.architectures = [model_class(config)._model_mapping[type(config)].__name__]
     return config
+
+
+def _with_sizes(default: PretrainedConfig, own: Mapping[str, Any], sizes: dict[str, int] = SIZES) -> dict[str, Any]:
+    """The arguments of a configuration like a default one: the sizes of its fields and of its parts' fields."""
+    text = default.get_text_config()
+    if text is default:
+        known = numbers_of(default, [*sizes, *AT_MOST])
+        small = sizes | {name: min(most, known[name]) for name, most in AT_MOST.items() if name in known}
+        tokens = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS} if sizes is SIZES else {}
+        return {default.attribute_map.get(name, name): small[name] for name in known} | tokens | dict(own)
+    parts = {
+        name: getattr(default, name) or kind()
+        for name, kind in default.sub_configs.items()
+        if name in own or getattr(default, name, None) is not None
+    }
+    return dict(own) | {
+        name: _with_sizes(part, own.get(name, {}), SIZES if part is text else VISION) for name, part in parts.items()
+    }
+
+
+def numbers_of(config: PretrainedConfig, names: Iterable[str]) -> dict[str, int]:
+    """The numbers that a configuration is given under some names; what it computes from others is left out."""
+    given, found = {*config.to_dict(), *config.attribute_map}, {}
+    for name in names:
+        with suppress(Exception):  # some configurations have such a field for each layer, not for the model
+            if name in given and isinstance(value := getattr(config, name, None), int):
+                found[name] = value
+    return found
 
 
 def skeleton(architecture: str, **changes: Any) -> Decoder:
@@ -481,23 +452,36 @@ def wide_tasks(tasks: int, samples: int = 15) -> list[list[list[int]]]:
 
 def write_tokenizer(folder: Path, chat_template: str | None = None) -> None:
     """A character-level tokenizer that adds <s> and </s>."""
-    vocabulary = {"<pad>": PAD, "<s>": BOS, "</s>": EOS} | {letter: i for i, letter in enumerate(CHARACTERS, 3)}
+    save_tokenizer(folder, character_tokenizer(("<pad>", "<s>", "</s>", *CHARACTERS)), chat_template)
+
+
+def character_tokenizer(tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    """One that adds <s> and </s>; a token's id is its place."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(BPE(vocabulary, []))
-    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", BOS), ("</s>", EOS)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=128
-    )
+    ends = [(token, vocabulary[token]) for token in ("<s>", "</s>")]
+    backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    return backend
+
+
+def save_tokenizer(folder: Path, backend: tokenizers.Tokenizer, chat_template: str | None, **settings: Any) -> None:
+    usual: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "model_max_length": 128}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **usual | settings)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
+
+
+def open_model(folder: Path, **settings: Any) -> Any:
+    """A model from its folder, as transformers loads it."""
+    return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, **settings)
 
 
 def load_model(folder: Path) -> torch.nn.Module:
     """A model from its folder, in float64 and evaluation mode."""
     # Falcon's eager attention adds ALiBi twice, once in the mask and once itself.
     attention = "sdpa" if getattr(AutoConfig.from_pretrained(folder), "alibi", False) else "eager"
-    model: torch.nn.Module = model_class(AutoConfig.from_pretrained(folder)).from_pretrained(
-        folder, dtype=torch.float64, attn_implementation=attention, experts_implementation="eager"
-    )
+    settings = {"attn_implementation": attention, "experts_implementation": "eager"}
+    model: torch.nn.Module = open_model(folder, dtype=torch.float64, **settings)
     return model.double().eval()
 
 
@@ -634,7 +618,7 @@ def interrupt() -> None:
 
 
 @contextmanager
-def after_layer(last: int | None, act: Callable[[], object] = interrupt) -> Iterator[None]:
+def after_layer(last: int, act: Callable[[], object] = interrupt) -> Iterator[None]:
     """Within it, a run ends, or acts, when it has finished a layer."""
     finish_layer = Partial.finish_layer
 
@@ -648,9 +632,9 @@ def after_layer(last: int | None, act: Callable[[], object] = interrupt) -> Iter
 
 
 def started(
-    forks: ForkServerContext, work: Callable[..., object], *arguments: Any, stop_after: int | None = None
+    forks: ForkServerContext, work: Callable[..., object], *arguments: Any, stop_after: int
 ) -> ForkServerProcess:
-    """A process that has begun its work, or one that has finished a layer of it and waits there to be killed."""
+    """A process that has finished a layer of its work and waits there to be killed."""
     reached, reach = forks.Pipe(duplex=False)
     process = forks.Process(target=_work, args=(reach, stop_after, work, arguments), daemon=True)
     process.start()
@@ -658,13 +642,11 @@ def started(
     return process
 
 
-def _work(reached: Connection, stop_after: int | None, work: Callable[..., object], arguments: Sequence[Any]) -> None:
+def _work(reached: Connection, stop_after: int, work: Callable[..., object], arguments: Sequence[Any]) -> None:
     def stop() -> None:
         reached.send(None)
         threading.Event().wait()
 
-    if stop_after is None:
-        reached.send(None)
     with after_layer(stop_after, stop):
         work(*arguments)
 

@@ -9,18 +9,16 @@ dimensions, ``d`` the model's.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from support.reference import SPLITS, float64, forget
+from support import reference
+from support.reference import SPLITS, as_linear, float64, forget, hidden_states, routed_map
 from torch import Tensor
 from torch.nn import Module
-from transformers.pytorch_utils import Conv1D
 
 Groups = Sequence[Sequence[str]]
 Recorded = dict[str, list[Tensor]]
@@ -326,13 +324,6 @@ def reaching(routed: int, merged: Sequence[Tensor], own: Sequence[Tensor]) -> tu
     return given, torch.where(theirs.any(1, keepdim=True), theirs, given)
 
 
-def routed_map(module: Any, name: str, routed: int) -> Tensor:
-    """A map of a routed expert as a view [out, in]."""
-    weight: Tensor = module.get_parameter(name)[routed]
-    first, down = module.gate_up_proj, module.down_proj
-    return weight.T if getattr(module, "is_transposed", first.shape[1] == down.shape[2]) else weight
-
-
 def gated(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
     """From a routed expert's inputs [n, d] to its hidden values [n, f], through gate and up stacked, [2f, d]."""
     gate, up = weight.chunk(2)
@@ -341,8 +332,7 @@ def gated(activation: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[T
 
 def parameters(module: Module) -> tuple[Tensor, Tensor | None]:
     """A map's weight as a view [out, in], and its bias [out]."""
-    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-    return (weight.T if isinstance(module, Conv1D) else weight), bias
+    return as_linear(module), module._parameters.get("bias")
 
 
 def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int]]) -> Recorded:
@@ -352,19 +342,14 @@ def recorded(model: Module, paths: Sequence[str], samples: Sequence[Sequence[int
     [n, out], has its path with ``()`` behind it.
     """
     calls: dict[str, list[tuple[Tensor, ...]]] = {name: [] for path in paths for name in (path, f"{path}()")}
-
-    def record(path: str, module: Module, args: tuple[Any, ...], output: Any) -> None:
-        given = args[:1] if path.split(".")[-1].isdigit() else args  # a layer's others are no features
-        rows = [arg.reshape(-1, length, arg.shape[-1]).transpose(0, 1).clone() for arg in given]
-        calls[path].append(tuple(own[:, 0] if own.shape[1] == 1 else own for own in rows))
-        made = output[0] if isinstance(output, tuple) else output
-        calls[f"{path}()"].append((made.reshape(-1, made.shape[-1]).clone(),))
-
-    with contextlib.ExitStack() as hooks:
-        for path in dict.fromkeys(paths):
-            hooks.enter_context(model.get_submodule(path).register_forward_hook(partial(record, path)))
-        for ids in samples:
-            length = len(ids)
-            forget(model)
+    for ids in samples:
+        forget(model)
+        with reference.recorded({path: model.get_submodule(path) for path in paths}) as (inputs, outputs):
             model(torch.tensor([list(ids)]), use_cache=False)
+        for path, args in inputs.items():
+            given = args[:1] if path.split(".")[-1].isdigit() else args  # a layer's others are no features
+            rows = [arg.reshape(-1, len(ids), arg.shape[-1]).transpose(0, 1) for arg in given]
+            calls[path].append(tuple(own[:, 0] if own.shape[1] == 1 else own for own in rows))
+            made = hidden_states(outputs[path])
+            calls[f"{path}()"].append((made.reshape(-1, made.shape[-1]),))
     return {path: [torch.cat(parts) for parts in zip(*own, strict=True)] for path, own in calls.items()}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
@@ -15,7 +14,6 @@ from support import actmat_reference, families, sftm_reference
 from support.copies import edited
 from support.families import Family
 from support.rounding import rounding
-from transformers import AutoConfig
 
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.roles import Role
@@ -97,8 +95,7 @@ def solved(family: Family, folder: Path, states: list[State]) -> Callable[[str],
 
 def load(folder: Path) -> tuple[State, dict[str, Any]]:
     """A model's tensors as transformers loads them, and what it says of their names."""
-    cls = families.model_class(AutoConfig.from_pretrained(folder))
-    model, info = cls.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = families.open_model(folder, dtype=torch.float32, output_loading_info=True)
     return model.state_dict(), info
 
 
@@ -132,16 +129,3 @@ def spoiled(source: Path, folder: Path, tensor: str) -> Path:
         tensors[tensor].view(-1)[-1] = torch.inf
 
     return edited(source, folder, spoil)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[int]:
-    """One entry for each call of a module's function."""
-    calls: list[int] = []
-    function = getattr(module, name)
-
-    def count(*args: Any, **kwargs: Any) -> Any:
-        calls.append(len(calls))
-        return function(*args, **kwargs)
-
-    monkeypatch.setattr(module, name, count)
-    return calls

@@ -28,155 +28,103 @@ EIGENVALUE_CUTOFF = 1e-10
 class Split:
     """How an architecture's decoder layer splits into branches, written down by hand.
 
+    The names are those of all architectures whose children of such names are in such places; none has all of them.
+
     Attributes:
-        attn, mlp: the layer's children in each branch; some layers lack some of them.
+        attn, mlp: the layer's children in each branch.
         layers: where the layers are.
         queries, keys: the tensors whose rows come from query heads and from key/value heads.
         fused: a tensor whose rows come from both, and how: ``blocks`` (all q, all k, all v), ``interleaved`` (q, k, v
             of each head) or ``grouped`` (the queries of a group, its k, its v).
-        output: the map after the heads; several names where layers differ.
+        output: the map after the heads.
         language: what the names of the tensors of the language tower and its head begin with.
         boundary: the child whose output is the residual stream between the branches.
         stacked: whether a layer's hidden states are [n, B, S, D].
         unsplit: a child whose layers are not split: a list of modules, or one that several layers share.
     """
 
-    attn: tuple[str, ...] = ("input_layernorm", "self_attn", "mamba", "linear_attn")
+    attn: tuple[str, ...] = (
+        *("input_layernorm", "self_attn_layer_norm", "ln_1", "ln_attn", "operator_norm", "norm"),
+        *("self_attn", "attn", "self_attention", "attention", "linear_attn", "mamba", "mixer", "conv"),
+    )
     mlp: tuple[str, ...] = (
-        *("post_attention_layernorm", "pre_ff_layernorm"),
-        *("mlp", "feed_forward", "block_sparse_moe", "shared_mlp"),
+        *("post_attention_layernorm", "pre_ff_layernorm", "final_layer_norm", "ln_2", "ln_mlp", "ffn_norm"),
+        *("mlp", "fc1", "fc2", "feed_forward", "block_sparse_moe", "shared_mlp"),
     )
     layers: str = "model.layers"
-    queries: tuple[str, ...] = ("self_attn.q_proj",)
-    keys: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
+    queries: tuple[str, ...] = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.output_gate", "mixer.q_proj")
+    keys: tuple[str, ...] = (
+        *("self_attn.k_proj", "self_attn.v_proj", "self_attn.kv_b_proj"),
+        *("mixer.k_proj", "mixer.v_proj"),
+    )
     fused: tuple[str, str] | None = None
-    output: str = "self_attn.o_proj"
+    output: tuple[str, ...] = (
+        *("self_attn.o_proj", "self_attn.out_proj", "self_attn.dense"),
+        *("self_attention.dense", "attention.dense", "attn.c_proj", "mixer.o_proj"),
+    )
     language: tuple[str, ...] = ("",)
     boundary: str = ""
     stacked: bool = False
     unsplit: str = ""
 
 
-_LLAMA = Split()
 _GEMMA2 = Split(
     attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
     mlp=("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm"),
 )
-_FALCON: dict[str, Any] = {
-    "layers": "transformer.h",
-    "output": "self_attention.dense",
-}
+_PER_LAYER = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
 
 # By the keys of ``families.ARCHITECTURES``, and of ``families.UNSPLIT`` where only the path of the layers counts.
 SPLITS: dict[str, Split] = {
     **dict.fromkeys(
         (
-            *("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "glm4_moe"),
-            *("gpt_oss", "llama4", "falcon_h1", "jamba_dense", "granite_moe_hybrid"),
+            *("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "glm4_moe", "glm_moe_dsa"),
+            *("gpt_oss", "llama4", "falcon_h1", "jamba_dense", "granite_moe_hybrid", "lfm2"),
         ),
-        _LLAMA,
+        Split(),
     ),
+    **dict.fromkeys(("gemma2", "gemma3", "olmo2"), _GEMMA2),
     "gemma3n": Split(
-        attn=("input_layernorm", "self_attn", "post_attention_layernorm", "altup"),
-        mlp=(
-            *("input_layernorm", "laurel", "pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "altup"),
-            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
-        ),
+        attn=(*_GEMMA2.attn, "altup"),
+        mlp=("input_layernorm", "laurel", *_GEMMA2.mlp, "altup", *_PER_LAYER),
         stacked=True,
     ),
-    "gemma4": Split(
-        attn=("input_layernorm", "self_attn", "post_attention_layernorm", "layer_scalar"),
-        mlp=(
-            *("pre_feedforward_layernorm", "mlp", "post_feedforward_layernorm", "layer_scalar"),
-            *("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
-        ),
-    ),
+    "gemma4": Split(attn=(*_GEMMA2.attn, "layer_scalar"), mlp=(*_GEMMA2.mlp, "layer_scalar", *_PER_LAYER)),
     "bloom": Split(
-        boundary="self_attention",
-        attn=("input_layernorm", "self_attention"),
-        layers="transformer.h",
-        fused=("self_attention.query_key_value", "interleaved"),
-        output="self_attention.dense",
+        layers="transformer.h", fused=("self_attention.query_key_value", "interleaved"), boundary="self_attention"
     ),
-    "opt": Split(
-        attn=("self_attn_layer_norm", "self_attn"),
-        mlp=("final_layer_norm", "fc1", "fc2"),
-        layers="model.decoder.layers",
-        output="self_attn.out_proj",
-    ),
-    "mamba": Split(attn=("norm", "mixer"), mlp=(), layers="backbone.layers"),
-    "nemotron_h": Split(
-        attn=("norm", "mixer"),
-        mlp=("norm", "mixer"),
-        queries=("mixer.q_proj",),
-        keys=("mixer.k_proj", "mixer.v_proj"),
-        output="mixer.o_proj",
-    ),
+    "opt": Split(layers="model.decoder.layers"),
+    "mamba": Split(layers="backbone.layers"),
+    "nemotron_h": Split(attn=("norm", "mixer"), mlp=("norm", "mixer")),
     "minimax": Split(
-        attn=("input_layernorm", "self_attn", "post_attention_layernorm"),
+        attn=_GEMMA2.attn,
         mlp=("mlp",),
-        queries=("self_attn.q_proj", "self_attn.output_gate"),
         fused=("self_attn.qkv_proj", "interleaved"),
-        output="self_attn.o_proj self_attn.out_proj",
         boundary="post_attention_layernorm",
     ),
     "zamba2": Split(
         attn=("input_layernorm", "mamba", "shared_transformer", "linear", "mamba_decoder"),
-        mlp=(),
-        output="",
+        output=(),
         unsplit="shared_transformer",
     ),
     "longcat_flash": Split(
         attn=("input_layernorm", "self_attn", "post_attention_layernorm", "mlp", "mlps"),
         mlp=(),
-        output="",
+        output=(),
         unsplit="mlps",
     ),
     "zaya": Split(
-        boundary="post_attention_residual_scale",
         attn=("input_layernorm", "self_attn", "post_attention_residual_scale"),
         mlp=("post_attention_layernorm", "mlp", "post_mlp_residual_scale"),
-        output="",
+        output=(),
+        boundary="post_attention_residual_scale",
     ),
-    "glm_moe_dsa": Split(queries=("self_attn.q_b_proj",), keys=("self_attn.kv_b_proj",)),
-    **dict.fromkeys(("gemma2", "gemma3"), _GEMMA2),
-    "cohere": Split(mlp=("input_layernorm", "mlp")),
-    "phi": Split(mlp=("input_layernorm", "mlp"), output="self_attn.dense"),
-    "phi3_longrope": Split(fused=("self_attn.qkv_proj", "blocks")),
-    "phi3": Split(fused=("self_attn.qkv_proj", "blocks")),
-    "gpt2": Split(
-        attn=("ln_1", "attn"),
-        mlp=("ln_2", "mlp"),
-        layers="transformer.h",
-        fused=("attn.c_attn", "blocks"),
-        output="attn.c_proj",
-    ),
-    "gpt_neox": Split(
-        attn=("input_layernorm", "attention"),
-        layers="gpt_neox.layers",
-        fused=("attention.query_key_value", "interleaved"),
-        output="attention.dense",
-    ),
-    "falcon_new": Split(
-        **_FALCON,
-        attn=("ln_attn", "self_attention"),
-        mlp=("ln_mlp", "mlp"),
-        fused=("self_attention.query_key_value", "grouped"),
-    ),
-    "falcon_alibi": Split(
-        **_FALCON,
-        attn=("input_layernorm", "self_attention"),
-        fused=("self_attention.query_key_value", "interleaved"),
-    ),
-    "olmo2": Split(
-        attn=("self_attn", "post_attention_layernorm"),
-        mlp=("mlp", "post_feedforward_layernorm"),
-    ),
-    "lfm2": Split(
-        attn=("operator_norm", "conv", "self_attn"),
-        mlp=("ffn_norm", "feed_forward"),
-        output="self_attn.out_proj",
-    ),
+    **dict.fromkeys(("cohere", "phi"), Split(mlp=("input_layernorm", "mlp"))),
+    **dict.fromkeys(("phi3", "phi3_longrope"), Split(fused=("self_attn.qkv_proj", "blocks"))),
+    "gpt2": Split(layers="transformer.h", fused=("attn.c_attn", "blocks")),
+    "gpt_neox": Split(layers="gpt_neox.layers", fused=("attention.query_key_value", "interleaved")),
+    "falcon_new": Split(layers="transformer.h", fused=("self_attention.query_key_value", "grouped")),
+    "falcon_alibi": Split(layers="transformer.h", fused=("self_attention.query_key_value", "interleaved")),
 }
 
 
@@ -280,16 +228,15 @@ def sample_features(
 @torch.no_grad()
 def layer_outputs(model: Any, ids: torch.Tensor, path: str) -> list[torch.Tensor]:
     """What each layer below a path gives [B, S, D] in the model's own forward pass."""
-    outputs: list[torch.Tensor] = []
-
-    def keep(module: Any, args: Any, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-
-    with contextlib.ExitStack() as hooks:
-        for layer in model.get_submodule(path):
-            hooks.enter_context(layer.register_forward_hook(keep))
+    with recorded(dict(model.get_submodule(path).named_children())) as (_, outputs):
         model(ids, use_cache=False)
-    return outputs
+    return list(map(hidden_states, outputs.values()))
+
+
+def hidden_states(output: Any) -> torch.Tensor:
+    """A module's output, the first of several."""
+    states: torch.Tensor = output[0] if isinstance(output, (tuple, list)) else output
+    return states
 
 
 @dataclass
@@ -304,8 +251,7 @@ class Call:
     def __call__(self, layer: torch.nn.Module) -> torch.Tensor:
         """The output [S, D] of a layer."""
         kwargs = {name: own_dictionary(value) for name, value in self.kwargs.items()}
-        output = layer(self.hidden, *self.args, **kwargs)
-        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        hidden = hidden_states(layer(self.hidden, *self.args, **kwargs))
         return hidden.movedim(0, 2)[0] if self.stacked else hidden[0]
 
 
@@ -387,8 +333,8 @@ def branch_features(layers: Layers, call: Call, split: Split, config: Any) -> Fe
         for layer in layers:
             with recorded(dict(layer.named_children()), kept) as (_, outputs):
                 output = call(layer)
-            between = outputs[split.boundary] if split.boundary and branch == "attn" else output[None]
-            features.append((between[0] if isinstance(between, tuple) else between)[0])
+            between = split.boundary and branch == "attn"
+            features.append(hidden_states(outputs[split.boundary])[0] if between else output)
         yield f".{branch}", features
 
 
@@ -400,7 +346,7 @@ def kind_of(layer: Any) -> str:
 def output_map(layer: torch.nn.Module, split: Split) -> str:
     """The map after a layer's heads; empty unless attention alone mixes the layer's tokens."""
     mixers = [name for name, child in layer.named_children() if name in ("mamba", "conv", "self_attn")]
-    names = [name for name in split.output.split() if name in dict(layer.named_modules())]
+    names = [name for name in split.output if name in dict(layer.named_modules())]
     return names[0] if names and len(mixers) < 2 else ""
 
 
@@ -469,9 +415,15 @@ def expert_features(
 
 
 def fused_map(module: Any, part: str, expert: int, read: torch.Tensor) -> torch.Tensor:
-    weight, bias = getattr(module, part)[expert], getattr(module, f"{part}_bias", None)
-    output = read @ (weight if getattr(module, "is_transposed", len(weight) == read.shape[-1]) else weight.T)
+    output, bias = read @ routed_map(module, part, expert).T, getattr(module, f"{part}_bias", None)
     return output if bias is None else output + bias[expert]
+
+
+def routed_map(module: Any, part: str, expert: int) -> torch.Tensor:
+    """A map of a routed expert as a view [out, in]."""
+    weight: torch.Tensor = module.get_parameter(part)[expert]
+    first, down = module.gate_up_proj, module.down_proj
+    return weight.T if getattr(module, "is_transposed", first.shape[1] == down.shape[2]) else weight
 
 
 LEVELS: dict[str, Callable[[Layers, Call, Split, Any], Features]] = {
@@ -641,7 +593,7 @@ def head_rows(
 ) -> torch.Tensor | None:
     """At level ``head_mlp``: the weights of a projection's rows (of the output map's columns); None for the rest."""
     owner, _, leaf = inside.rpartition(".")
-    if owner in split.output.split() and leaf == "weight":
+    if owner in split.output and leaf == "weight":
         columns = heads.repeat_interleave(as_linear(layer.get_submodule(owner)).shape[1] // len(heads), dim=0)
         return columns[:, None] if isinstance(layer.get_submodule(owner), Conv1D) else columns
     units = head_units(owner, split, len(heads), key_value_heads(config))

@@ -18,6 +18,10 @@ from pathlib import Path
 
 from PIL import Image
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.families import recipe_of
+
 import mergekit_slta as slta
 from mergekit_slta.reports.linearity import write_linearity
 
@@ -32,7 +36,7 @@ def main(folder: Path, real: Path | None = None) -> None:
         out, statistics = Path(temporary), slta.Statistics.load(folder / "statistics.safetensors")
         os.chdir(folder)  # where the recipes' paths begin
         data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
-        slta.merge(_recipe("./family/base", data, "featcal", report=str(out)), out / "merged", quiet=True)
+        slta.merge(recipe_of("./family/base", data, "featcal", report=str(out)), out / "merged", quiet=True)
         page, whole = out / "featcal.html", out / "whole.png"
         browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         subprocess.run(
@@ -52,12 +56,6 @@ def main(folder: Path, real: Path | None = None) -> None:
                     _save(drawn, f"figures/{prefix}{figure.name}")
 
 
-def _recipe(base: str, data: dict[str, str], method: str = "slta", **parameters: str) -> slta.Recipe:
-    models = [{"model": model, "parameters": {"calibration": file}} for model, file in data.items()]
-    content = {"merge_method": method, "base_model": base, "models": models, "parameters": parameters}
-    return slta.Recipe({**content, "dtype": "float32"})
-
-
 def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: slta.Statistics) -> None:
     """Draw the figures of the gallery as PNG files.
 
@@ -66,8 +64,8 @@ def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: sl
     out.mkdir(parents=True, exist_ok=True)
     slta.report(statistics, out)
     first = next(iter(data.items()))
-    slta.report(slta.measure(_recipe(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
-    write_linearity(slta.linearity(_recipe(base, data), quiet=True), out)
+    slta.report(slta.measure(recipe_of(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
+    write_linearity(slta.linearity(recipe_of(base, data), quiet=True), out)
     (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
 
 
@@ -77,7 +75,7 @@ def _draw_real(folder: Path, out: Path) -> None:
 
     family = real_family.train_family(folder, 0, list(real_family.TASKS)[:3])
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
-    statistics = slta.measure(_recipe("../base", data), quiet=True)
+    statistics = slta.measure(recipe_of("../base", data), quiet=True)
     _draw(out, "../base", data, "../base.jsonl", statistics)
     (out / "distances.png").unlink()  # as that of the tiny expert
 

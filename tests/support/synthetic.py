@@ -103,11 +103,11 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
     ).model_copy(update=described)
 
 
-def random_alpha(decoder: Decoder, level: str, experts: int = 2) -> dict[str, torch.Tensor]:
-    """Merging weights [T] of all submodules of a decoder at a level."""
+def random_alpha(decoder: Decoder, level: str) -> dict[str, torch.Tensor]:
+    """Merging weights of two experts for all submodules of a decoder at a level."""
     names = [name for layer in range(len(decoder)) for name in decoder.submodules(level, layer)] or ["model"]
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(experts, generator=generator, dtype=torch.float64) for name in names}
+    return {name: torch.randn(2, generator=generator, dtype=torch.float64) for name in names}
 
 
 def solutions(alpha: Mapping[str, torch.Tensor]) -> dict[str, SubmoduleSolution]:
