@@ -32,7 +32,7 @@ def commands_page() -> str:
     for name, command in main.commands.items():
         context = click.Context(command, info_name=f"mergekit-slta {name}")
         usage = command.get_usage(context).removeprefix("Usage: ")
-        parts += [f"## {name}", f"```\n{' '.join(usage.split())}\n```", _text(command)]
+        parts += [f"## {name}", f"`{' '.join(usage.split())}`", _text(command)]
         if own := [option for option in command.params if isinstance(option, click.Option)]:
             parts.append(_table(own))
         if name == "merge":
