@@ -133,8 +133,9 @@ def line_chart(
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 y = np.clip(line.y, lowest, math.inf)
                 ax.plot(line.x, y, color=colour, marker=marker, label=_short(line.label))
-                for note, left, height in zip(line.notes, line.x, y, strict=False):
-                    ax.annotate(note, (left, height), xytext=(4, 3), textcoords="offset points", fontsize=8)
+                for point, note in enumerate(line.notes):  # in turns above and below: neighbours may be near
+                    place = (4, -11 if point % 2 else 3)
+                    ax.annotate(note, (line.x[point], y[point]), xytext=place, textcoords="offset points", fontsize=8)
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
