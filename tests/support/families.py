@@ -122,7 +122,7 @@ ARCHITECTURES: Table = {
     "phi": ("PhiConfig", {}),
     "phi3": ("Phi3Config", _WINDOW),
     "phi3_longrope": ("Phi3Config", _LONGROPE),
-    "gpt2": ("GPT2Config", {"n_inner": None}),
+    "gpt2": ("GPT2Config", {"n_inner": None, "pad_token_id": None}),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "falcon_new": (
         "FalconConfig",
