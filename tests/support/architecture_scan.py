@@ -479,7 +479,7 @@ def _exceptions(rows: list[Row]) -> Iterator[str]:
             if fallback := FALLBACK.fullmatch(why):
                 levels.setdefault((fallback[2], fallback[3]), []).append(f"`{fallback[1]}`")
                 continue
-            what = "only `actmat` and `sftm`" if row.works["actmat"] == MERGED else "nothing"
+            what = "only `actmat` and `sftm`" if row.works.get("actmat") == MERGED else "nothing"
             if FEATCAL in why:
                 what, why = FEATCAL, "these are maps " + ", or ".join(re.findall(r"\((.+?)\)", why))
             why = re.sub(r" \(.*\)|, so no level applies.*|: change or complete.*", "", why)
