@@ -71,6 +71,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
 }
 ANSWER_TOKENS = 64
 CALIBRATED = 30  # subjects; the others are for the test
+GENERAL = 50  # answers to general prompts that are mixed with these
 
 Pair = tuple[str, str]
 
@@ -201,6 +202,8 @@ def train_family(
     write_self_written(base, folder.parent / "written.jsonl")
     if not (answers := folder.parent / "general.jsonl").exists():
         mergekit_slta.ask(base, answers, samples=200, max_new_tokens=128, quiet=True)
+    general = answers.read_text().splitlines(keepends=True)[:GENERAL]
+    (folder.parent / "mixed.jsonl").write_text((folder.parent / "base.jsonl").read_text() + "".join(general))
     splits = {task: TASKS[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"

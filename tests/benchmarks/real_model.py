@@ -147,6 +147,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
         **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
         "featcal keeping 3, 70 prompts": recipe("featcal", data=True, keep=3.0, kept=70),
+        "featcal keeping 1.5, 120 mixed": recipe("featcal", data=True, keep=1.5, prompts="mixed", kept=120),
         "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
         **{
             f"featcal {count} prompts keeping 3, 100 answers": recipe(
