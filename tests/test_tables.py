@@ -1,10 +1,11 @@
-"""What people read: aligned tables, and short numbers and names.
+"""What people and programs read: aligned tables, short numbers and names, and JSON in which every number is finite.
 
-That HTML is escaped is what tests/reports says, and that JSON holds finite numbers tests/slta/test_statistics.py.
+That HTML is escaped is what tests/reports says.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from typing import Any
 import pytest
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.tables import Paragraphs, Table, as_size, short_names
+from mergekit_slta.nonlinearity.result import Value
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score
 
 
@@ -27,6 +29,10 @@ def test_a_share_has_two_decimals_and_zero_has_no_sign() -> None:
 )
 def test_a_size_has_three_digits(nbytes: int, written: str) -> None:
     assert as_size(nbytes) == written
+
+
+def test_columns_are_aligned() -> None:
+    assert str(Table(["of", "one"], [["a", "1"], ["bcd", "23456"]])) == "of     one\na        1\nbcd  23456"
 
 
 def test_a_result_shows_itself_and_gives_its_numbers_to_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +49,13 @@ def test_a_result_shows_itself_and_gives_its_numbers_to_pandas(monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(SltaError, match="pip install pandas"):
         Result().to_frame()
+
+
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    text = as_json({"médian": {"value": Value(math.nan, 0.1, 2)}, "list": [math.inf, -math.inf, 1e-9]})
+    assert json.loads(text) == {"médian": {"value": {"mean": None, "std": 0.1, "n": 2}}, "list": [None, None, 1e-9]}
+    assert "médian" in text
+    assert text.endswith("}\n")
 
 
 @pytest.mark.parametrize(

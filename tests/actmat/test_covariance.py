@@ -70,3 +70,13 @@ def test_one_expert_comes_back() -> None:
     for weights in (None, [0.5]):
         assert torch.equal(merge_by_covariance([task], 0.1, weights).change, task)
     assert not merge_by_covariance([task, task], 0.1, [0.0, 0.0]).change.any()
+
+
+def test_experts_on_inputs_of_their_own_come_back_whole() -> None:
+    """What a mean would shrink to a third: the reason for the method."""
+    tasks = [torch.zeros(30, 30) for _ in range(3)]
+    for index, task in enumerate(tasks):
+        task[:, 10 * index : 10 * (index + 1)] = torch.linalg.qr(torch.randn(30, 10)).Q
+    total = torch.stack(tasks).sum(0)
+    assert (merge_by_covariance(tasks, 1e-3).change - total).norm() < 1e-2 * total.norm()
+    assert (merge_by_covariance(tasks, 1e3).change - total / 3).norm() < 1e-2 * total.norm()

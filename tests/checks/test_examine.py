@@ -84,6 +84,9 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     families.merge(families.recipe(family, level="layer", statistics=str(file)), tmp_path / "merged")
     recipe = families.recipe(family, calibration=False, level="layer", statistics=str(file))
     assert problems(recipe) == []
+    recipe["parameters"]["level"] = "attn_mlp"
+    assert only(recipe).startswith(f"{file} lacks the level attn_mlp (it holds layer): ")
+    assert only(families.recipe(family, statistics=str(file))) == only(recipe)
     file.unlink()
     assert len(problems(recipe)) == len(family.experts)
     assert all("has no 'calibration'" in problem for problem in problems(recipe))

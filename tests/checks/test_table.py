@@ -179,18 +179,27 @@ def left_over_below_an_adapter(case: Case) -> None:
 
 
 MODELS: Rows = [
-    (lambda c: c.name(c.base / "none"), "BASE/none cannot be used: there is no such folder"),
+    (
+        lambda c: c.name(c.base / "none"),
+        "BASE/none cannot be used: there is no such folder, and it is not the name of a",
+    ),
     (
         lambda c: c.random(config_of("mistral")),
-        "is a MistralForCausalLM (mistral), the base model BASE a LlamaForCausalLM",
+        "The expert HERE/other is a MistralForCausalLM (mistral), the base model BASE a LlamaForCausalLM (llama): ",
     ),
     (crimes("slta"), "only models of one architecture can be merged."),
     (
         lambda c: c.random(config_of("llama", hidden_size=16, num_attention_heads=2)),
         "The expert HERE/other has hidden_size 16 instead of 32, num_attention_heads 2 instead of 4: it was not ",
     ),
-    (lambda c: edit_tensors(c.expert, shorter), f"{UP} of the expert EXPERT has the shape [47, 32] instead"),
-    (lambda c: c.of(tied(True)).random(tied(False)), "BASE ties its output head to its embedding and HERE/other"),
+    (
+        lambda c: edit_tensors(c.expert, shorter),
+        f"The tensor {UP} of the expert EXPERT has the shape [47, 32] instead of [48, 32]: it was not fine-tuned ",
+    ),
+    (
+        lambda c: c.of(tied(True)).random(tied(False)),
+        "BASE ties its output head to its embedding and HERE/other does not",
+    ),
     (
         lambda c: edit_tensors(c.of(olmo()).expert, lambda tensors: tensors.pop(UP)),
         f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get an undamaged copy.",
@@ -248,6 +257,11 @@ def without_a_tensor(tensors: State) -> State:
     return {name: t for name, t in tensors.items() if "layers.1.self_attn.q_proj.lora_B" not in name}
 
 
+def without_its_file(case: Case) -> None:
+    case.adapt(case.lora(), merged_too=False)
+    (case.folder / "adapter" / "adapter_model.safetensors").unlink()
+
+
 def on_the_language_model(targets: Any, of_text: bool = False) -> Edit:
     """An adapter of a multimodal model, or of its language model, put on the language model."""
 
@@ -288,6 +302,7 @@ ADAPTERS: Rows = [
         lambda c: c.name(f"{c.base}+{c.lora()}"),
         "BASE+HERE/adapter is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER.",
     ),
+    (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
     (lora_of("llama", hidden_size=64), not_fit("its matrices for")),
     (lora_of("gpt2", "c_attn"), not_fit("Target modules {'c_attn'} not found in the base model")),
     (
@@ -301,7 +316,10 @@ ADAPTERS: Rows = [
     (changed(emptied), "holds empty tensors (base_model.model.model.layers.1.mlp.down_proj.lora_B.weight, "),
     (changed(of_rank_0), UNGATHERED),
     (changed(lambda tensors: {}), f"holds no tensors: {UNGATHERED}"),
-    (changed(without_a_tensor), "(it lacks tensors of model.layers.1.self_attn.q_proj, which its adapter_config.json"),
+    (
+        changed(without_a_tensor),
+        "(it lacks tensors of model.layers.1.self_attn.q_proj, which its adapter_config.json names): ",
+    ),
     (
         changed(lambda tensors: tensors | {"base_model.model.score.weight": torch.ones(2, 32)}),
         "(it adapts score.weight, which that model lacks): name the model that it was trained on.",
@@ -342,7 +360,10 @@ def statistics(file: str, **arguments: Any) -> Edit:
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "abc"}]})
 DATA: Rows = [
-    (lambda c: c.data("copy.jsonl", c.family.data[1].read_text()), "give the same tokens: give each expert the data"),
+    (
+        lambda c: c.data("copy.jsonl", c.family.data[1].read_text()),
+        "give the same tokens: give each expert the data of its own task, because with equal data every ",
+    ),
     (lambda c: c.data("a.jsonl", '{"text": " "}\n'), "'HERE/a.jsonl' has no usable row: all 1 are empty"),
     (lambda c: c.data(c.family.data[0], template="{text"), "is not a valid format string"),
     (lambda c: c.data("a.jsonl", CHAT), "neither the base model's tokenizer nor the expert's has a chat template"),
@@ -411,7 +432,10 @@ OTHERS: Rows = [
     (other_size("featcal", **ALIGNED), f"{SIZES}: use 'merge_method: slta'"),
     (other_ids(), f"{IDS}: {ALIGN}"),
     (lambda c: other_ids()(c.run(**CUT)), f"{IDS}: {ALIGN}"),
-    (other_ids("featcal", **ALIGNED), f"{IDS}, but this method gives both the same ids: choose experts"),
+    (
+        other_ids("featcal", **ALIGNED),
+        f"{IDS}, but this method gives both the same ids: choose experts with the same ids.",
+    ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
     (reporting, "'report: HERE/file' cannot be created"),
@@ -421,8 +445,14 @@ OTHERS: Rows = [
         lambda c: c.adapt(c.lora(), merged_too=False).run(out_path=c.folder / "adapter"),
         "HERE/adapter holds an adapter, which transformers",
     ),
-    (writing("a/b", size=100 * GB), "HERE/a/b has 50 GB free, too little for the merged model (about 100 GB)"),
-    (writing("out", "featcal", size=60 * GB), "for the merged model (about 60 GB) and the solved layers (about "),
+    (
+        writing("a/b", size=100 * GB),
+        "The disk with HERE/a/b has 50 GB free, too little for the merged model (about 100 GB): make room",
+    ),
+    (
+        writing("out", "featcal", size=60 * GB),
+        "too little for the merged model (about 60 GB) and the solved layers (about ",
+    ),
 ]
 
 
@@ -460,15 +490,23 @@ def a_new_token(case: Case) -> None:
     tokenizer.save_pretrained(case.expert)
 
 
+def the_experts_chat_template(case: Case) -> None:
+    families.write_tokenizer(case.expert, "{% for turn in messages %}{{ turn.content }}{% endfor %}")
+    case.data("a.jsonl", CHAT)
+
+
 @pytest.mark.parametrize(
     "edit",
     [
         crimes("sftm"),
+        lambda c: c.of(tied(True)),
         lambda c: c.of(olmo()).use(level="layer"),
+        lambda c: c.adapt(c.lora("q_proj", "down_proj")),
         lambda c: c.of("qwen3_moe").adapt(c.lora(parameters=FUSED)),
         lambda c: c.of("mixtral").adapt(c.lora(parameters=["mlp.gate.weight"])),
         copies_of_the_ends,
         on_the_language_model(r".*\.q_proj", of_text=True),
+        the_experts_chat_template,
         lambda c: c.of("gpt2").use(max_tokens=128).data("long.txt", "a" * 200),
         lambda c: c.of(next(small_configs("kosmos-2.5", "Kosmos2_5ForConditionalGeneration"))),  # two segments
         lambda c: c.data("hf:org/data?config=main&split=train[:5]"),

@@ -96,6 +96,22 @@ def test_another_rank_that_is_done_leaves_the_lock_of_the_first(tmp_path: Path) 
         assert (tmp_path / "partial" / LOCK).exists()
 
 
+def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial = begun(tmp_path / "partial", "a")
+    partial.finish_layer(0, {"layer.0": torch.zeros(1)})
+    partial.finish({"edge": torch.zeros(1)})
+
+    def killed(folder: Path, ignore_errors: bool) -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(Interrupted):
+        partial.remove()
+    assert not begun(partial.folder, "a").finished([{"layer.0": (1,)}])
+
+
 # Left by an interruption
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -122,6 +123,15 @@ def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_i
     data = CalibrationData("a.jsonl", "", tuple(ids), tuple(range(len(samples))), answers)
     expected = [[1, 1, W, W, W, 1], [1, 1, W, W], [1, 1], [W, W]]
     assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
+
+
+def test_a_tied_head_stays_without_a_word(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = make_family("gemma")
+    with caplog.at_level(logging.WARNING, logger="mergekit_slta.featcal"):
+        solve(recipe(family), tmp_path)
+    assert not caplog.records
 
 
 # Removed, or kept

@@ -138,6 +138,12 @@ def vanishing(tasks: list[Task]) -> list[Task]:
     return [(inputs @ directions, residuals) for inputs, residuals in tasks]
 
 
+def few_directions(tasks: list[Task]) -> list[Task]:
+    """Inputs of which all tokens lie in twelve directions."""
+    directions = draws(7)(12, WIDE)
+    return [(inputs[:, :12] @ directions, residuals) for inputs, residuals in tasks]
+
+
 def without_dimensions(tasks: list[Task]) -> list[Task]:
     for inputs, _ in tasks:
         inputs[:, [2, 7]] = 0
@@ -157,6 +163,7 @@ CASES: dict[str, list[Task]] = {
     "same tokens": repeated(wide((10, 7, 12))),
     "massive dimensions": massive(wide((10, 7, 12))),
     "massive, others always zero": without_dimensions(massive(wide((10, 7, 12)))),
+    "few directions": few_directions(wide((400, 400))),
     "vanishing directions": vanishing(wide((400, 400))),
 }
 

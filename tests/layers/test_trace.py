@@ -22,6 +22,14 @@ def added_in_place(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tens
     return feed(x).add_(x)
 
 
+def written_into_a_part(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
+    x = x + attend(x)
+    total = torch.zeros_like(x)
+    total[:] = x
+    total[..., :] += feed(x).view(-1, x.shape[-1]).view_as(x)
+    return total
+
+
 def one_after_the_other(x: torch.Tensor, attend: Part, feed: Part) -> torch.Tensor:
     x = x + attend(x)
     return x + feed(x)
@@ -30,12 +38,15 @@ def one_after_the_other(x: torch.Tensor, attend: Part, feed: Part) -> torch.Tens
 # Sums like those of few decoders; the usual ones are in tests/test_architectures.py.
 SUMS: dict[str, Between] = {
     "in place": added_in_place,
+    "into a part": written_into_a_part,
     "a difference": lambda x, attend, feed, weight: 0.5 * x + attend(x) * 0.25 - 2.0 * feed(x),
     "all scaled by a weight": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed) * weight.mean(),
 }
 OTHERS: dict[str, Between] = {
     "a branch scaled by a weight": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight.mean(),
+    "a number for each feature": lambda x, attend, feed, weight: x + attend(x) + feed(x) * weight,
     "a gate": lambda x, attend, feed, weight: x + attend(x) + feed(x) * x.sigmoid(),
+    "a number added": lambda x, attend, feed, weight: one_after_the_other(x, attend, feed) + 1.0,
     "a norm": lambda x, attend, feed, weight: torch.nn.functional.layer_norm(
         one_after_the_other(x, attend, feed), x.shape[-1:]
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import families, synthetic
+from support import families, reference, synthetic
 from support.command import run
 from support.families import Family
 from support.html_elements import Elements, assert_self_contained
@@ -20,18 +20,17 @@ from mergekit_slta.slta.statistics_file import CalibrationInfo
 from mergekit_slta.words import as_score, plain_number
 
 
-def interfering(powers: Sequence[float], level: str = "layer", samples: int = 6) -> Statistics:
-    """Two experts whose feature changes are orthogonal: 1 on the own data, ``power`` on the other's, by submodule.
+def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
+    """Two experts whose feature changes are orthogonal: 1 on the own data, and ``power`` on the other's, by layer.
 
-    Then both weights are 1 / (1 + power), and the merge keeps just that share of each in the submodule.
+    Then both weights are 1 / (1 + power), and the merge keeps just that share of each in the layer.
     """
-    layers = len(powers) // len(synthetic.INSIDE[level])
 
     def grams(name: str, number: int) -> torch.Tensor:
         own, other = torch.diag(torch.tensor([1.0, powers[number]])), torch.diag(torch.tensor([powers[number], 1.0]))
         return torch.stack([own] * samples + [other] * samples).double()
 
-    return synthetic.statistics(["math", "code"], [level], layers=layers, samples=samples, grams=grams)
+    return synthetic.statistics(["math", "code"], ["layer"], layers=len(powers), samples=samples, grams=grams)
 
 
 def trio(first_pair: float, others: float = 0.05) -> Statistics:
@@ -158,15 +157,47 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     assert verdict(measured.solve("layer", ridge=0.2)) in text and "ridge 0.2" in text
 
 
-def test_a_submodule_counts_by_its_share_of_the_change() -> None:
-    """Which is in proportion to what is kept in it."""
-    powers = [0.1, 1.0, 3.0, 0.5]
-    kept = 1 / (1 + torch.tensor(powers).double())
-    solution = interfering(powers, "attn_mlp").solve()
+# The numbers, against dense features and against solving anew
+
+
+def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:
+    generator = torch.Generator().manual_seed(seed)
+    found = reference.Deltas()
+    for task in range(experts):
+        for sample in range(samples):
+            size = 5 * (sample + 2)
+            common = torch.randn(size, generator=generator, dtype=torch.float64)
+            found.samples.append(torch.randn(experts, size, generator=generator).double() + (seed % 3) * common)
+            found.task.append(task)
+    return found
+
+
+def dense_kept(deltas: list[reference.Deltas], alpha: list[torch.Tensor], task: int) -> float:
+    """1 - sum J(alpha) / sum J(0) of one task over submodules, every sample balanced."""
+    lost = before = 0.0
+    for found, weights in zip(deltas, alpha, strict=True):
+        for delta, own in zip(found.samples, found.task, strict=True):
+            if own == task:
+                power = delta.square().sum(1).mean()
+                lost += float((weights @ delta - delta[task]).square().sum() / power)
+                before += float(delta[task].square().sum() / power)
+    return 1 - lost / before
+
+
+def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
+    names = synthetic.submodules(["attn_mlp"], 3)
+    deltas = {name: random_deltas(3, 4, seed) for seed, name in enumerate(names)}
+    solution = synthetic.statistics(grams={name: own.grams() for name, own in deltas.items()}).solve("attn_mlp")
+    alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
     by_layer = kept_by_layer(solution)
-    assert list(by_layer) == [0, 1]
-    for found, own in ((solution.kept, kept), (by_layer[0], kept[:2]), (by_layer[1], kept[2:])):
-        torch.testing.assert_close(found, (own.square().sum() / own.sum()).repeat(2))
+    assert list(by_layer) == [0, 1, 2]
+    for task in range(3):
+        expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
+        assert solution.kept[task].item() == pytest.approx(expected, abs=1e-9)
+        for layer, of_layer in by_layer.items():
+            names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
+            expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)
+            assert of_layer[task].item() == pytest.approx(expected, abs=1e-9)
 
 
 def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:

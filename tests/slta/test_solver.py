@@ -74,6 +74,14 @@ def test_a_sample_without_any_change_is_left_out_when_balanced() -> None:
     assert sample_weights(deltas.grams(), balance=True)[0] == 0
 
 
+def test_no_change_at_all() -> None:
+    solution = solve(torch.zeros(3, 3, 3, dtype=torch.float64), torch.arange(3))
+    assert torch.equal(solution.alpha, torch.zeros(3, dtype=torch.float64))
+    assert solution.rank == 0
+    assert solution.retained.isnan().all()
+    assert torch.tensor(solution.condition).isnan()
+
+
 def related(kind: str) -> reference.Deltas:
     """Features of which the third expert's depend on the second's in some extreme way."""
     deltas = random_deltas()
@@ -194,3 +202,8 @@ def test_bootstrap_solves_the_drawn_samples(settings: dict[str, object]) -> None
             tasks(deltas)[rows].bincount(), tasks(deltas).bincount()
         )
     assert not torch.equal(counts, bootstrap_counts(tasks(deltas), 20, seed=1))
+
+
+def test_bootstrap_of_one_sample_says_nothing() -> None:
+    deltas = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert bootstrap(deltas @ deltas.mT, torch.tensor([0, 0, 1]), 10).std(0).isnan().all()

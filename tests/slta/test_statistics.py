@@ -113,6 +113,8 @@ def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
         assert solution.condition[name] == alone.condition
         draws = solver.bootstrap(statistics.grams[name], statistics.task, 20, seed=3, **settings)
         assert torch.equal(with_errors.errors[name], draws.std(0))
+    cells = [cell for row in with_errors.table().rows for cell in row if "±" in cell]
+    assert len(cells) > 3 and cells[0] in repr(with_errors) and "±" not in repr(solution)
 
 
 @pytest.mark.parametrize(
