@@ -204,10 +204,10 @@ def solve(
     """Solve for the merging weights from the statistics file STATS.
 
     STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
-    Face Hub. Solving takes a second and needs neither models nor prompts. The command prints, for each submodule, the
-    merging weight of each expert and the share of its feature change that the merge keeps. In the options, name models,
-    including the base model, as the printed table or STATS does. --task-weight and --model may be repeated.
-    --keep-weight is 1.0 by default if STATS has prompts of the base model; 0 leaves them out.
+    Face Hub. Solving takes a second and needs neither models nor prompts. The command prints, for each block of the
+    model, each expert's merging weight, and how much of the expert's change of the block's output the merge keeps. In
+    the options, name models, including the base model, as the printed table or STATS does. --task-weight and --model
+    may be repeated. If the base model's prompts were measured too, --keep-weight is 1.0 by default; 0 leaves them out.
     """
     import torch
 
@@ -266,14 +266,15 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 
     Each model is scored on the prompts of `evaluation`, or else on those of `calibration` that calibration did not use.
     The first table has, on average and for each task, the share of answers that greedy decoding gives exactly, the best
-    model first; answers of more than 32 tokens do not count in it. "lost" counts the answers that the task's expert
-    gives and the model does not, "gained" the reverse; on the base model's own task they compare with the base model.
+    model first; answers of more than 32 tokens do not count in it. "lost" counts the right answers that
+    the task's expert gives and the model does not, "gained" the reverse; on the base model's own task they compare with
+    the base model.
     Where a task's answers have a form (a closing </think>, valid JSON, an end token), a table has the share of the
     model's answers that have it too.
 
-    Two more tables, which count long answers too, show how much is kept of the likelihood that the expert has gained
-    over the base model, and the negative log-likelihood per token of the answers, or of all tokens where no answer is
-    known (lower is better).
+    Two more tables count long answers too. The first shows how much of the expert's gain in likelihood over the base
+    model each model keeps. The second shows the negative log-likelihood per token of the answers (lower is better);
+    where no answer is known, of all tokens.
 
     RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. Each model is run
     once, in float32, with one layer in memory at a time.
@@ -298,10 +299,10 @@ def linearity(
 ) -> None:
     """Before a merge, measure whether RECIPE's experts change features in proportion to their merging weights.
 
-    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the paper's
-    non-linearity score of every expert, and how far the features of merges are from the sum of the experts' changes. It
-    first prints the number of forward passes, and takes as long as some tens of calibrations. On several GPUs: torchrun
-    --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
+    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the
+    non-linearity score (arXiv 2504.10902) of every expert, and how far the features of merges are from the sum of the
+    experts' changes. It first prints the number of forward passes, and takes as long as some tens of calibrations. On
+    several GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks

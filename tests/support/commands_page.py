@@ -20,8 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 INTRODUCTION = """\
 # Commands
 
-Every command and option, as `mergekit-slta --help` and `mergekit-slta COMMAND --help` show them.
-`python tests/support/commands_page.py` writes this page."""
+Every command and option, as `mergekit-slta --help` and `mergekit-slta COMMAND --help` show them."""
 
 
 def commands_page() -> str:
