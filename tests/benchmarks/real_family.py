@@ -34,6 +34,7 @@ BATCH = 32
 LEARNING_RATE = 1e-4
 TEST_ITEMS = 80
 TEXT_ROWS, TEXT_TOKENS = 8, 512  # of ordinary text
+TEXT_PIECE = 128  # tokens of a piece of it that calibrates
 LANGUAGES = {
     "en": "English",
     "de": "German",
@@ -198,12 +199,7 @@ def train_family(
 ) -> RealFamily:
     """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
     base = write_base(folder.parent / "base", model)
-    write_base_prompts(base, folder.parent / "base.jsonl")
-    write_self_written(base, folder.parent / "written.jsonl")
-    if not (answers := folder.parent / "general.jsonl").exists():
-        mergekit_slta.ask(base, answers, samples=200, max_new_tokens=128, quiet=True)
-    general = answers.read_text().splitlines(keepends=True)[:GENERAL]
-    (folder.parent / "mixed.jsonl").write_text((folder.parent / "base.jsonl").read_text() + "".join(general))
+    write_prompts(base, folder.parent)
     splits = {task: TASKS[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"
@@ -218,6 +214,26 @@ def train_family(
         {task: folder / f"{task}.jsonl" for task in tasks},
         {task: split.test for task, split in splits.items()},
     )
+
+
+def write_prompts(base: Path, folder: Path) -> None:
+    """Write the files of prompts for the base model's abilities, once."""
+    write_base_prompts(base, folder / "base.jsonl")
+    write_self_written(base, folder / "written.jsonl")
+    if not (folder / "general.jsonl").exists():
+        mergekit_slta.ask(base, folder / "general.jsonl", samples=200, max_new_tokens=128, quiet=True)
+    both, general = ((folder / f"{name}.jsonl").read_text().splitlines() for name in ("base", "general"))
+    texts = [line for line in both if "text" in json.loads(line)]
+    mixes = {
+        "text": texts,
+        "instructions": [line for line in both if line not in texts],
+        "bare": [json.dumps({"messages": json.loads(line)["messages"][:1]}) for line in general],  # without answers
+        "mixed": [*both, *general[:GENERAL]],
+        "all": [*general, *both, *map(json.dumps, pieces(load_tokenizer(base), TEXT_PIECE))],
+    }
+    for name, lines in mixes.items():
+        if not (path := folder / f"{name}.jsonl").exists():
+            path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def write_self_written(base: Path, path: Path) -> None:
@@ -243,10 +259,14 @@ def write_base_prompts(base: Path, path: Path) -> None:
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
         for prompt, answer in zip(prompts, answers(model, tokenizer, prompts), strict=True)
     ]
-    ids = tokenizer(ordinary_text(), add_special_tokens=False)["input_ids"][TEXT_ROWS * TEXT_TOKENS :]
-    pieces = [{"text": tokenizer.decode(ids[start : start + 128])} for start in range(0, CALIBRATED * 512, 512)]
-    mixed = [record for pair in zip(records[:CALIBRATED], pieces, strict=True) for record in pair]
+    mixed = [record for pair in zip(records[:CALIBRATED], pieces(tokenizer), strict=True) for record in pair]
     path.write_text("".join(json.dumps(record) + "\n" for record in [*mixed, *records[CALIBRATED:]]))
+
+
+def pieces(tokenizer: Any, first: int = 0) -> list[dict[str, str]]:
+    """Pieces of ordinary text that the perplexity does not measure, the first one from token ``first`` on."""
+    ids = tokenizer(ordinary_text(), add_special_tokens=False)["input_ids"][TEXT_ROWS * TEXT_TOKENS + first :]
+    return [{"text": tokenizer.decode(ids[start : start + TEXT_PIECE])} for start in range(0, CALIBRATED * 512, 512)]
 
 
 def load_tokenizer(folder: Path) -> Any:

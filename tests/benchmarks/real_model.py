@@ -42,7 +42,21 @@ from mergekit_slta.levels import LEVELS
 
 GRID = (0.3, 0.5, 0.7, 1.0)
 PROMPTS = (3, 10, 30, 100)
-KEPT = (0.3, 1.0, 3.0)  # the weights of the base model's prompts
+# The base model's prompts, by what a row's label says of them: the file, how many, and their weight.
+KEPT = {
+    **{f"{kappa:g}": ("base", 30, kappa) for kappa in (0.5, 1.0, 3.0)},
+    "1, text": ("text", 30, 1.0),
+    "1, instructions": ("instructions", 30, 1.0),
+    "1, general": ("general", 30, 1.0),
+    "1, without answers": ("bare", 30, 1.0),
+    "1, self-written": ("written", 30, 1.0),
+    "1, 100 general": ("general", 100, 1.0),
+    "1, 300": ("all", 300, 1.0),
+    "1.5, 120 mixed": ("mixed", 120, 1.5),
+    "3, 70": ("base", 70, 3.0),
+    "3, 100 general": ("general", 100, 3.0),
+    "3, 300": ("all", 300, 3.0),
+}
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity", "instructions")
 GRID_METHOD = "task_arithmetic"
 FIRST_DRAWN = ("featcal", "actmat", "slta")  # so that a method has the same colour in every picture
@@ -118,9 +132,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         weights: Recipe | None = None,
         *,
         data: bool = False,
-        keep: float = 0.0,
-        prompts: str = "base",
-        kept: int = 30,
+        keep: str = "",
         **shared: Any,
     ) -> Recipe:
         models = []
@@ -128,7 +140,8 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
             calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
             models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
         if keep:
-            own = {"calibration": f"../{prompts}.jsonl", "weight": keep, "samples": kept}
+            file, count, kappa = KEPT[keep]
+            own = {"calibration": f"../{file}.jsonl", "weight": kappa, "samples": count}
             models.append({"model": "../base", "parameters": own})
         base = {} if method == "linear" else {"base_model": "../base"}
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
@@ -145,17 +158,9 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         "actmat": recipe("actmat"),
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
-        **{f"featcal keeping {kappa:g}": recipe("featcal", data=True, keep=kappa) for kappa in KEPT},
-        "featcal keeping 3, 70 prompts": recipe("featcal", data=True, keep=3.0, kept=70),
-        "featcal keeping 1.5, 120 mixed": recipe("featcal", data=True, keep=1.5, prompts="mixed", kept=120),
-        "featcal keeping 1, self-written": recipe("featcal", data=True, keep=1.0, prompts="written"),
-        **{
-            f"featcal {count} prompts keeping 3, 100 answers": recipe(
-                "featcal", data=True, keep=3.0, prompts="general", kept=100, samples=count
-            )
-            for count in (30, 100)
-        },
-        **{f"slta keeping {kappa:g}": recipe("slta", data=True, keep=kappa) for kappa in KEPT},
+        **{f"featcal keeping {keep}": recipe("featcal", data=True, keep=keep) for keep in KEPT},
+        "featcal 100 prompts keeping 3, 100 general": recipe("featcal", data=True, keep="3, 100 general", samples=100),
+        **{f"slta keeping {kappa}": recipe("slta", data=True, keep=kappa) for kappa in ("0.5", "1", "3")},
     }
 
 
