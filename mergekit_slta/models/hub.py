@@ -50,8 +50,9 @@ def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) ->
     """The folder that a path names; of a repository these files are downloaded, or those that fit these patterns."""
     if Path(path.path).exists():
         return Path(path.path)
+    patterns = [*files, "*config.json"]  # which every repository has: the Hub's client warns where nothing fits
     return Path(
         huggingface_hub.snapshot_download(
-            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=list(files)
+            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=patterns
         )
     )

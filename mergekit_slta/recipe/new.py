@@ -105,7 +105,7 @@ _RECIPE = """\
 # A merge of {{ learners }} with {{ base }} as their base model.
 {% endif %}
 {% if commands %}
-# Without data, let each model answer prompts: those of the package, or your own (ask MODEL PROMPTS -o FILE):
+# Without data, let each model answer prompts: best your own, of its task (ask MODEL PROMPTS -o FILE), or the package's:
 {% for command in commands %}
 #   {{ command }}
 {% endfor %}
