@@ -24,10 +24,13 @@ from mergekit_slta.data.records import (
     Record,
     Turns,
     UnfitRecord,
+    decoded,
     in_a_list,
     is_blank,
     is_turns,
     turns_of,
+    unread,
+    with_system,
 )
 from mergekit_slta.data.sources import CalibrationSource, read_records
 from mergekit_slta.engine.loop import progress_bar
@@ -138,7 +141,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     general = [{"prompt": prompt} for prompt in general_prompts(topics)]
     records: Sequence[Record] = read_records(source.source) if source.source else general
     numbers = range(len(records))
-    asked, unfit = list[_Prompt](), list[str]()
+    asked, unfit, ignored = list[_Prompt](), list[str](), set[str]()
     for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:
         where, tools = f"row {number + 1}", records[number].get("tools")
         if len(asked) == samples:
@@ -149,6 +152,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
             if len(prompt.ids) > longest:
                 raise UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
             asked.append(prompt)
+            ignored |= {*unread(records[number])}
         except UnfitRecord as error:
             unfit.append(str(error))
     if unfit:
@@ -156,6 +160,8 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
         if not asked:
             raise SltaError(skipped)
         LOG.warning("%s", skipped)
+    if ignored:
+        LOG.warning("The model is not asked %s: put what it needs into the prompt.", " and ".join(sorted(ignored)))
     return asked
 
 
@@ -163,14 +169,14 @@ def _turns(record: Record, where: str) -> Turns:
     """A record as a conversation that ends before the answer."""
     for fields in PROMPT_FIELDS:
         values = [record[field] for field in fields if not is_blank(record.get(field))]
-        if values and (fields[0] in CHAT_FIELDS or is_turns(values[0])):
+        if values and (fields[0] in CHAT_FIELDS or is_turns(decoded(values[0]))):
             turns = turns_of(values[0], f"{fields[0]!r} of {where}")
             while turns and turns[-1]["role"] == "assistant":
                 turns.pop()
             if turns:
-                return turns
+                return with_system(turns, record)
         elif values and not any(isinstance(value, (list, dict)) for value in values):
-            return [{"role": "user", "content": "\n".join(str(value).strip() for value in values)}]
+            return with_system([{"role": "user", "content": "\n".join(str(value).strip() for value in values)}], record)
     raise UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}; name one of them 'prompt'.")
 
 

@@ -38,6 +38,10 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
 }
 REASONING = ("reasoning_content", "reasoning", "thinking")
+ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call
+SYSTEM = ("system", "system_prompt")  # a conversation's system prompt in a field of its own
+UNREAD = ("context", "passage", "choices", "options", "history", "functions")  # what only a template of a recipe names
+_SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
@@ -59,7 +63,7 @@ class Text(NamedTuple):
             several fields in a template the last one, if the template ends with it or it is an answer by its name. In
             the record's own text it is the only place for the last part of a pair that the record has too. None where
             there is no such part or place.
-        left_out: what the chat template does not write of the record, as in "the reasoning".
+        left_out: what is not written of the record, such as "the reasoning" or "the field 'context'".
     """
 
     text: str
@@ -84,22 +88,30 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
         UnfitRecord: the record lacks these fields, or does not fit the template or the chat template.
         SltaError: the template is not valid, or there is no chat template.
     """
-    if template:
-        return _fill(template, record, where)
+    text = _fill(template, record, where) if template else _by_fields(record, where, render_chat)
+    if re.search("[\ud800-\udfff]", text.text):
+        raise UnfitRecord(f"{where} holds half of a character, which no tokenizer reads: correct it.")
+    return text
+
+
+def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -> Text:
     chat_fields = [field for field in CHAT_FIELDS if field in record]
     for field in chat_fields:
         if turns := turns_of(record[field], f"{field!r} of {where}"):
             return _chat_text(turns, record, where, render_chat)
     groups = _groups_in(record)
     for fields in groups:
-        values = [_plain(record[field]) for field in fields]
+        values = [decoded(record[field]) for field in fields]
+        if not is_turns(values[0]) and isinstance(record[fields[-1]], str):
+            values[-1] = record[fields[-1]]  # an answer may be JSON that looks like turns
         if len(fields) > 1 and any(map(is_turns, values)):
             if turns := turns_of(_one_chat(values), f"{fields[0]!r} of {where}"):
                 return _chat_text(turns, record, where, render_chat)
             continue
         parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
         if any(part.strip() for part in parts):
-            return _joined(fields, parts, record)
+            text = _joined(fields, parts, record)
+            return text if fields == ("text",) else text._replace(left_out=unread(record, (*UNREAD, *SYSTEM)))
     if not chat_fields and not groups:
         raise UnfitRecord(
             f"{where} has none of the known fields: its fields are {in_a_list(record)}. "
@@ -109,6 +121,11 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
 
 
 # The known fields
+
+
+def unread(record: Record, names: Iterable[str] = UNREAD) -> tuple[str, ...]:
+    """The fields of these names that hold something, in words."""
+    return tuple(f"the field {name!r}" for name in names if not is_blank(record.get(name)))
 
 
 def _joined(fields: tuple[str, ...], parts: list[str], record: Record) -> Text:
@@ -165,7 +182,8 @@ def in_a_list(names: Iterable[Any]) -> str:
 
 def is_turns(value: Any) -> bool:
     """Whether the value of a field is a conversation."""
-    return isinstance(value, list) and any(isinstance(turn, dict) and {"role", "from"} & {*turn} for turn in value)
+    turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+    return any(str(turn.get("role", turn.get("from"))).lower() in ROLES for turn in turns)
 
 
 def is_blank(value: Any) -> bool:
@@ -234,8 +252,8 @@ def _fill(template: str, record: Record, where: object) -> Text:
 
 
 def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callable[..., str]) -> Text:
-    tools = _plain(record.get("tools"))
-    tools = [*map(_plain, tools)] if isinstance(tools, list) else tools
+    turns, tools = with_system(turns, record), decoded(record.get("tools"))
+    tools = [*map(decoded, tools)] if isinstance(tools, list) else tools
     render = partial(render_chat, tools=tools) if tools else render_chat
     turns, text = _written(turns, render, where)
     if _loses_reasoning(turns, text):  # some templates have a switch for it
@@ -246,8 +264,17 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     left_out = ["the reasoning"] * _loses_reasoning(turns, text)
     others = {turn["role"] for turn in turns if turn["role"] != "assistant" and _leaves_out(turn, text)}
     left_out += [f"a turn of the {role}" for role in sorted(others)]
+    spoken = [turn | {"content": _said(turn)} for turn in turns if "tool_calls" in turn]
+    left_out += ["the words beside a tool call"] * any(_leaves_out(turn, text) for turn in spoken)
     left_out += ["the tools"] * (bool(tools) and _attempt(render_chat, turns) == text)
-    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out))
+    return Text(text, True, _last_turn_in(turns, text, render), (*left_out, *unread(record)))
+
+
+def with_system(turns: Turns, record: Record) -> Turns:
+    """A conversation with the system prompt that its record has in a field of its own."""
+    system = next((record[name] for name in SYSTEM if not is_blank(record.get(name))), None)
+    has_none = not any(turn["role"] == "system" for turn in turns)
+    return [{"role": "system", "content": system}, *turns] if isinstance(system, str) and has_none else turns
 
 
 def _one_chat(values: list[Any]) -> list[Any]:
@@ -269,7 +296,7 @@ def turns_of(value: Any, what: str) -> Turns:
     Raises:
         UnfitRecord: it is no conversation, or has a turn of an unknown role.
     """
-    value = _plain(value) or []
+    value = decoded(value) or []
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UnfitRecord(f"{what} is not a list of turns: give the expert a 'template'.")
     turns = [_turn(turn, what) for turn in value]
@@ -286,9 +313,9 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     content = content or "" if isinstance(content, (str, list, dict)) else str(content)
     if role not in ROLES:
         raise UnfitRecord(f"{what} has a turn of the unknown role {roles[0]!r}: write system, user, assistant or tool.")
-    calls = _plain(turn.get("tool_calls")) or turn.get("function_call")
-    if role in CALLS and isinstance(_plain(content), (dict, list)):
-        calls, content = _plain(content), ""
+    calls = decoded(turn.get("tool_calls")) or turn.get("function_call")
+    if role in CALLS and isinstance(decoded(content), (dict, list)):
+        calls, content = decoded(content), ""
     normal = {"role": ROLES[role], "content": content}
     if calls:
         normal["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
@@ -297,15 +324,17 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
-    call = _plain(call)
+    call = decoded(call)
     if isinstance(call, dict) and "name" in call and "function" not in call:
         call = {"type": "function", "function": call}
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise UnfitRecord(f"{what} has a tool call without a function: correct it, or leave it out.")
-    return call | {"function": call["function"] | {"arguments": _plain(call["function"].get("arguments", {}))}}
+    function = call["function"]
+    given: Any = next((function[name] for name in ARGUMENTS if name in function), {})
+    return call | {"function": _without(function, *ARGUMENTS) | {"arguments": decoded(given)}}
 
 
-def _plain(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """A value as it was before it was written as JSON into a string, or into a table, which fills in nulls."""
     if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
         try:
@@ -318,7 +347,7 @@ def _plain(value: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    return value if isinstance(value, str) else _plain(value)
+    return value if isinstance(value, str) else decoded(value)
 
 
 # What a chat template may need: text instead of parts, arguments as JSON, the system's text before the user's.
@@ -329,10 +358,12 @@ def _in_one_text(turns: Turns) -> Turns:
 
 
 def _text_of(content: Any) -> Any:
-    """The parts of a text as one text; other contents as they are."""
+    """The parts of a text as one text, a table as JSON; other contents as they are."""
+    if isinstance(content, dict):
+        return json.dumps(content, ensure_ascii=False)
     parts = content if isinstance(content, list) else []
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return "".join(texts) if parts and len(texts) == len(parts) else content
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "".join(texts) if parts and all(isinstance(text, str) for text in texts) else content
 
 
 def _encoded(turns: Turns) -> Turns:
@@ -366,6 +397,8 @@ def _written(turns: Turns, render: Render, where: object) -> tuple[Turns, str]:
             tables += [call["function"]["arguments"] for turn in form for call in turn.get("tool_calls", [])]
             if any(str(table) in text for table in tables if table and isinstance(table, (list, dict))):
                 raise ValueError("it would print a list or a table")
+            if any(not isinstance(turn["content"], str) and _leaves_out(turn, text) for turn in form):
+                raise ValueError("it leaves parts of a message out")
             uncalled = [_without(turn, "tool_calls") for turn in form]
             if uncalled != form and _attempt(render, uncalled) == text:
                 raise ValueError("it writes no tool calls")
@@ -381,8 +414,12 @@ def _written(turns: Turns, render: Render, where: object) -> tuple[Turns, str]:
 
 def _leaves_out(turn: dict[str, Any], text: str) -> bool:
     """Whether a text lacks what a turn says."""
-    content = _text_of(turn["content"])
-    return isinstance(content, str) and _squeezed(content) not in _squeezed(text)
+    content, text = _text_of(turn["content"]), _squeezed(_SWITCH.sub("", text))
+    if not isinstance(content, str):
+        return False
+    words = _SWITCH.sub("", content)
+    # Some templates write the results of tools as JSON.
+    return all(_squeezed(form) not in text for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
 
 
 def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
@@ -402,10 +439,15 @@ def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
     begin = _shared(text, before)
     end = len(text) - _shared(text[begin:][::-1], after[::-1])
     part = _squeezed(text[begin:end])
-    # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave what
-    # is thought out.
-    pieces = content.rpartition("</think>")[2], *(str(call["function"].get("name")) for call in calls)
+    # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave out
+    # what is thought, or said beside a call.
+    pieces = [str(call["function"].get("name")) for call in calls] or [_said(last)]
     return _without_blanks(text, begin, end) if all(_squeezed(piece) in part for piece in pieces) else None
+
+
+def _said(turn: dict[str, Any]) -> str:
+    """What a turn says after it has thought."""
+    return str(_text_of(turn["content"])).rpartition("</think>")[2]
 
 
 def _loses_reasoning(turns: Turns, text: str) -> bool:

@@ -112,8 +112,9 @@ class CalibrationSource:
 
         Args:
             samples: how many.
-            used: samples drawn before; records with the same tokens as one of them are left out, none may be left, and
-                nothing is said of the others.
+            used: samples drawn before; records with the same tokens as one of them are left out, and none may be
+                left; so are those whose answer lies beyond ``max_tokens``, if others are left. If they are of this
+                source, nothing is said of the others.
 
         Raises:
             SltaError: the source cannot be read, or no record is usable.
@@ -140,12 +141,15 @@ class CalibrationSource:
                 empty += 1
             elif row not in repeated:
                 drawn.append(_Sample(index, row, answer, text))
-        if not (drawn or used):
+        again = used is not None and used.source == self.source
+        if not drawn and (used is None or (unfit and not again)):
             all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
             none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
             raise SltaError(f"{source} has no usable row: {none_fits if unfit else all_empty}")
-        for sentence in [] if used else self._notes(drawn, empty, unfit):
+        for sentence in [] if again else self._notes(drawn, empty, unfit):
             LOG.warning("%s: %s", source, sentence)
+        if used:
+            drawn = [s for s in drawn if not s.answer or s.answer[0] < self.max_tokens] or drawn
         if 0 < len(drawn) < samples:
             which = "prompts that calibration did not use" if used else "prompts that 'samples' sets"
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
@@ -176,8 +180,9 @@ class CalibrationSource:
         if unfit:
             yield f"skipped {counted(len(unfit), 'row')}, the first because {unfit[0]}"
         for part, count in Counter(part for sample in drawn for part in sample.text.left_out).items():
+            who = "calibration" if part.startswith("the field") else "the chat template"
             yield (
-                f"the chat template leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
+                f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
                 "in the field 'text'."
             )
         chats = [sample.text.text for sample in drawn if sample.text.is_chat]

@@ -161,6 +161,10 @@ MORE = {"role": "user", "content": "and"}
         ({"instruction": "hi", "input": "and", "output": "ho"}, [ASKED | {"content": "hi\nand"}]),
         ({"instruction": "hi", "input": "", "output": "ho"}, [ASKED]),
         ({"text": "hi"}, [ASKED]),
+        ({"system": "be kind", "conversations": [ASKED, SAID]}, [SYSTEM, ASKED]),
+        ({"system_prompt": "be kind", "question": "hi", "response": "ho"}, [SYSTEM, ASKED]),
+        ({"prompt": json.dumps([ASKED]), "completion": "ho"}, [ASKED]),
+        ({"prompt": '{"a": 1}'}, [ASKED | {"content": '{"a": 1}'}]),
     ],
 )
 def test_a_records_answer_is_left_out_and_the_turns_before_it_stay(
@@ -174,13 +178,14 @@ def test_a_records_answer_is_left_out_and_the_turns_before_it_stay(
 
 def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_model(tmp_path)
-    records = [{"title": "x"}, {"prompt": "hi"}, {"messages": [SAID]}, {"prompt": "q" * 200}]
+    records = [{"title": "x"}, {"prompt": "hi", "context": "x"}, {"messages": [SAID]}, {"prompt": "q" * 200}]
     out = slta.ask(
         folder, tmp_path / "o.jsonl", write_jsonl(tmp_path / "a.jsonl", records), max_new_tokens=5, quiet=True
     )
     assert len(records_of(out)) == 1
     (skipped,) = [message for message in caplog.messages if "kipped" in message]
     assert skipped.startswith("Skipped 3 prompts, the first because row ")
+    assert "The model is not asked the field 'context': put what it needs into the prompt." in caplog.messages
     with pytest.raises(slta.SltaError, match="row 1 has no prompt: its fields are title; name one of them 'prompt'"):
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "b.jsonl", records[:1]))
     with pytest.raises(slta.SltaError, match="row 1 leaves no room for an answer: lower max_new_tokens"):

@@ -49,7 +49,11 @@ def call(arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "find", "arguments": arguments}}
 
 
-ASKED = turn("user", "hi")
+def renamed(key: str) -> dict[str, Any]:
+    return {"name": "find", key: {"q": "a", "n": 3}}
+
+
+KIND, ASKED = turn("system", "be kind"), turn("user", "hi")
 JSON_CALL = call('{"q": "a", "n": 3}')
 CALLED = [ASKED, turn("assistant", "", tool_calls=[call({"q": "a", "n": 3})])]
 SAID = [ASKED, turn("assistant", "ho")]
@@ -94,6 +98,10 @@ def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path
         ({"prompt": SAID[:1], "completion": "ho", "tools": SCHEMA}, SAID, SCHEMA),
         ({"messages": [{"role": None, "content": None, "from": "human", "value": "hi"}, SAID[1]]}, SAID, None),
         ({"question": [{"from": "human", "value": "hi"}], "answer": "ho"}, SAID, None),
+        ({"system": "be kind", "conversations": SAID}, [KIND, *SAID], None),
+        ({"system_prompt": "be rude", "messages": [KIND, *SAID]}, [KIND, *SAID], None),
+        ({"messages": [ASKED, turn("assistant", "", tool_calls=[renamed("parameters")])]}, CALLED, None),
+        ({"messages": [ASKED, turn("assistant", "", tool_calls=[{"function": renamed("input")}])]}, CALLED, None),
     ],
 )
 def test_a_conversation_is_normalized_before_the_template(
@@ -204,6 +212,83 @@ def test_answers_that_lose_their_reasoning_are_counted(
     load(source, tokenizer, samples=3)
     counted = f"Calibration source {source!r}: the chat template leaves out {lost} of 2 of 3 prompts: write it in"
     assert [line.startswith(counted) for line in caplog.messages if "leaves out" in line] == [True] * bool(lost)
+
+
+SILENT = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}<end>{% endfor %}"
+FIRST = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [SILENT, FIRST])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "so "}, {"type": "text", "text": "it is"}], "so it is"),
+        ([{"type": "text", "text": "<think>a</think>"}, {"type": "text", "text": "59"}], "<think>a</think>59"),
+        (["so ", "it is"], "so it is"),
+        ({"temp": 20}, '{"temp": 20}'),
+    ],
+)
+def test_parts_that_the_template_would_leave_out_in_silence_are_joined(
+    content: Any, text: str, template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [ASKED, turn("tool", content), turn("assistant", content)]
+    row, _, answer = shown({"messages": chat}, template, tmp_path)
+    assert row == by_hand([ASKED, turn("tool", text), turn("assistant", text)], None, template, tmp_path)
+    assert answer == text and not caplog.messages
+
+
+JSON_RESULTS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | tojson if m.role == 'tool' else m.content }}{% endfor %}"
+)
+CALLS_ALONE = TOOLS.replace("{{ m.content }}", "{% if m.tool_calls is not defined %}{{ m.content }}{% endif %}")
+OBEYED = "{% for m in messages %}[{{ m.role }}]{{ m.content | replace('/no_think', '') }}{% endfor %}"
+
+
+def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = [ASKED, turn("assistant", "Let me see.", tool_calls=CALLED[1]["tool_calls"])]
+    _, _, answer = shown({"messages": chat}, CALLS_ALONE, tmp_path)
+    assert answer == '<calls>find {"q": "a", "n": 3}</calls>'
+    assert "leaves out the words beside a tool call of 1 of 1 prompts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "chat"),
+    [
+        (JSON_RESULTS, [ASKED, turn("tool", '{"temp": 20,\n"ü": 1}'), SAID[1]]),
+        (OBEYED, [turn("system", "be kind /no_think"), *SAID]),
+    ],
+)
+def test_what_a_template_writes_otherwise_is_not_called_left_out(
+    template: str, chat: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row, _, _ = shown({"messages": chat}, template, tmp_path)
+    assert row == by_hand(chat, None, template, tmp_path) and not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("record", "fields"),
+    [
+        ({"question": "a", "answer": "b", "context": "c", "system": "d", "choices": []}, ["context", "system"]),
+        ({"messages": SAID, "history": [["a", "b"]], "system": "d"}, ["history"]),
+        ({"text": "a", "context": "c"}, []),
+    ],
+)
+def test_fields_that_are_not_read_are_counted(
+    record: dict[str, Any], fields: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown(record, PLAIN, tmp_path)
+    said = [message for message in caplog.messages if "leaves out" in message]
+    assert len(said) == len(fields)
+    for field, message in zip(fields, said, strict=True):
+        assert f"calibration leaves out the field '{field}' of 1 of 1 prompts: write it in a 'template'" in message
+
+
+@pytest.mark.parametrize("answer", [json.dumps([ASKED]), '[{"from": "NYC", "to": "LA"}]', "[]"])
+def test_an_answer_of_json_is_no_conversation(answer: str, tmp_path: Path) -> None:
+    _, text, found = shown({"prompt": "hi", "completion": answer}, PLAIN, tmp_path)
+    assert found == answer and "[user]" not in text
 
 
 def test_reasoning_is_a_part_of_the_answer(tmp_path: Path) -> None:

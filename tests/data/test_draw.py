@@ -37,8 +37,10 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
     return write_tokenizer(tmp_path_factory.mktemp("chat"), CHAT_TEMPLATE)
 
 
-def hold_out(source: str, tokenizer: PreTrainedTokenizerBase, used: CalibrationData, samples: int) -> CalibrationData:
-    return source_of(source, tokenizer).draw(samples, used)
+def hold_out(
+    source: str, tokenizer: PreTrainedTokenizerBase, used: CalibrationData, samples: int, **settings: Any
+) -> CalibrationData:
+    return source_of(source, tokenizer, **settings).draw(samples, used)
 
 
 def test_text_gets_special_tokens_and_keeps_its_beginning(
@@ -273,6 +275,19 @@ def test_held_out_goes_on_where_calibration_stopped_without_copies_of_its_sample
     assert rest.token_ids == tuple(with_special(texts[index]) for index in rest.records)
 
 
+def test_test_data_of_another_source_are_described_and_scored_only_with_whole_answers(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibration = load(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), plain_tokenizer)
+    alien: dict[str, Any] = {"messages": [{"role": "alien", "content": "x"}]}
+    records = [{"question": "a", "answer": "b"}, {"question": "a" * 20, "answer": "b"}, alien]
+    source = write_jsonl(tmp_path / "b.jsonl", records)
+    assert hold_out(source, plain_tokenizer, calibration, samples=5, max_tokens=9).records == (0,)
+    assert "skipped 1 row" in caplog.text and "1 of 2 answers lie beyond max_tokens 9" in caplog.text
+    unfit = write_jsonl(tmp_path / "c.jsonl", records[2:])
+    assert "has no usable row: 1 do not fit" in refused(hold_out, unfit, plain_tokenizer, calibration, samples=5)
+
+
 @pytest.mark.parametrize(
     ("record", "template", "said"),
     [
@@ -283,6 +298,7 @@ def test_held_out_goes_on_where_calibration_stopped_without_copies_of_its_sample
         ({"messages": [{"role": "alien", "content": "a"}]}, "", ["unknown role 'alien'", "assistant"]),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": ["f"]}]}, "", ["tool call without a function"]),
         ({"messages": "hi"}, "", ["'messages'", "not a list of turns"]),
+        ({"text": "a \ud83d"}, "", ["half of a character"]),
         ({"messages": [{"speaker": "me", "says": "hi"}]}, "", ["its fields are speaker, says"]),
         ({"q": "a", "a": "b"}, "{q} {b}", ["no field 'b', which the template '{q} {b}' names: its fields are q, a"]),
         ({"q": "a"}, "{q[x]}", ["'{q[x]}'"]),
