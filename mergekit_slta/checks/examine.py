@@ -6,6 +6,7 @@ A check is a function that raises an ``SltaError``; here they are called, and th
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,6 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.model import require_solvable
-from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
 from mergekit_slta.models.hub import HUB_ERRORS, reason
@@ -101,10 +101,10 @@ def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", and keeps the base model's abilities" if recipe.keep else ""
     file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
-    option = adapter_option(recipe.references, experiment.options.lora_merge_cache)
+    command = shlex.join(["mergekit-yaml", file, "./merged", *experiment.same_options()])
     return (
         f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters by {recipe.config.merge_method}"
-        f"{keeping}; next: mergekit-yaml {file} ./merged{option}"
+        f"{keeping}; next: {command}"
     )
 
 
@@ -152,6 +152,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(require_solvable, experiment)
     if not merging:
         return
+    yield partial(models.depth_of_slices, experiment)
     every = [experiment.model(reference) for reference in recipe.references]
     yield partial(models.complete_checkpoints, every, recipe.tokenizer_source is not None)
     for expert in recipe.experts:

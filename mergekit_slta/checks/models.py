@@ -166,6 +166,18 @@ def _same_architecture(base: Model, expert: Model) -> None:
         )
 
 
+def depth_of_slices(experiment: Experiment) -> None:
+    """Refuse slices that change the number of layers of a model whose configuration lists each layer's kind."""
+    base, slices = experiment.model(experiment.recipe.base), experiment.recipe.config.slices or []
+    kinds = getattr(base.config.get_text_config(), "layer_types", None) or []
+    ranges = [output.sources[0].layer_range for output in slices]
+    if slices and kinds and (count := sum(end - start for start, end in ranges)) != len(kinds):
+        raise SltaError(
+            f"The slices have {count} layers and {base} has {len(kinds)}, whose kinds its configuration lists in "
+            "'layer_types': mergekit does not change that list, so keep the number of layers."
+        )
+
+
 # Checkpoints
 
 

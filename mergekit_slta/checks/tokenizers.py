@@ -54,7 +54,13 @@ def aligned_rows(experiment: Experiment) -> None:
     """Refuse a tokenizer of the merged model with a token for which a model has no row, where mergekit fails."""
     if (aligned := experiment.aligned) is None:
         return
-    ids = aligned.tokenizer.get_vocab()
+    ids, base = aligned.tokenizer.get_vocab(), experiment.model(experiment.recipe.base)
+    has_second = getattr(base.config.get_text_config(), "vocab_size_per_layer_input", None)
+    if has_second and any(not own.items() <= ids.items() for own in aligned.original_vocabs.values()):
+        raise SltaError(
+            f"The recipe's 'tokenizer' changes token ids, but of the two embeddings of {base} mergekit reorders one "
+            "(not embed_tokens_per_layer): leave 'tokenizer' out, or merge experts with the base model's ids."
+        )
     refuse(
         f"The tokenizer of {model} has {listed(lost)} beyond the model's {experiment.model(model).vocabulary} "
         "embeddings: name another tokenizer in the recipe, or save the model with an embedding for each token."

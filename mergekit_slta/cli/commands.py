@@ -370,7 +370,6 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
     finite, and transformers must load them all. The command lists the base model's files that OUT lacks. It needs
     neither the experts nor prompts. The exit code is 1 if something is wrong.
     """
-    import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.verify import verify as verify_merge
 
     verification = verify_merge(recipe, out, **applied(options))

@@ -66,6 +66,8 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     import transformers
     from mergekit.options import MergeOptions
 
+    import mergekit_slta.host.patches  # noqa: F401 - mergekit must be as it is for mergekit-yaml, also without start-up files
+
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
     if merge_options.quiet:

@@ -26,9 +26,11 @@ import click
 import yaml
 from mergekit import card, merge
 from mergekit.architecture import ModelArchitecture
-from mergekit.common import ModelReference
+from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions, PrettyPrintHelp
+from mergekit.tokenizer import build
+from transformers import AutoConfig
 
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models.adapters import merge_adapter
@@ -113,6 +115,17 @@ def get_architecture_info(
     """
     method = METHODS.get(config.merge_method)
     return (method and method.architecture) or stock(config, options)
+
+
+@replaces(build, "get_vocab_size", "model_path", "trust_remote_code")
+def get_vocab_size(stock: Callable[..., int | None], model_path: ModelPath, trust_remote_code: bool) -> int | None:
+    """Look for the number of tokens where a multimodal model's configuration has it.
+
+    mergekit looks at the top alone. Where it finds none, it prints a traceback, and ``union`` loses added tokens.
+    """
+    revision = model_path.revision
+    config = AutoConfig.from_pretrained(model_path.path, revision=revision, trust_remote_code=trust_remote_code)
+    return getattr(config.get_text_config(), "vocab_size", None) or stock(model_path, trust_remote_code)
 
 
 @replaces(PrettyPrintHelp, "invoke", "self", "ctx")

@@ -32,6 +32,7 @@ from mergekit_slta.output import card
 from mergekit_slta.output.companions import entry_files, finish_folder
 from mergekit_slta.recipe.experiment import Experiment, Options
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, loaded, plain_values
+from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
 
@@ -186,17 +187,21 @@ def _merged(
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []
-    before = entry_files(folder, options.copy_tokenizer)
+    tokenizer = options.copy_tokenizer or recipe.tokenizer_source is not None
+    before = entry_files(folder, tokenizer)
     with METHODS[recipe.config.merge_method].merging(merge):
         # The last part of the folder's path is the card's title.
         stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in (experiment.base, *experiment.experts):
         model.refuse_changes()
+    # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
+    stale = {file: file.replace(f"{file}.old") for file, _ in before.items() & entry_files(folder, tokenizer).items()}
     unfinished = finish_folder(experiment, folder)
-    for file, _ in before.items() & entry_files(folder, options.copy_tokenizer).items():
-        # Programs would read it instead of what was just written.
-        LOG.warning("Renamed %s of an earlier merge to %s.", file, file.replace(f"{file}.old"))
+    for renamed in [renamed for file, renamed in stale.items() if file.exists()]:  # it was copied again
+        renamed.unlink()
+    if old := sorted(str(file.relative_to(folder)) for file in stale if not file.exists()):
+        LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(old))
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     if options.write_model_card:
         try:
@@ -230,18 +235,5 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     copied = Path(out) / card.RECIPE  # mergekit writes it with its card
     if copied.is_file():
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
-        command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out, *_options(experiment)]
-        yield f"Next: {shlex.join(command)}"
-
-
-def _options(experiment: Experiment) -> Iterator[str]:
-    """The merge's options that another command needs to find and run the same models."""
-    options = experiment.options
-    if options.transformers_cache:
-        yield from ("--transformers-cache", options.transformers_cache)
-    if options.lora_merge_cache and any(reference.lora for reference in experiment.recipe.references):
-        yield from ("--lora-merge-cache", options.lora_merge_cache)
-    if options.device != "cpu":
-        yield from ("--device", options.device)
-    if options.trust_remote_code:
-        yield "--trust-remote-code"
+        command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out]
+        yield f"Next: {shlex.join([*command, *experiment.same_options()])}"

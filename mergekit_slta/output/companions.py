@@ -22,11 +22,12 @@ from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import WEIGHT_FILES
-from mergekit_slta.output.card import RECIPE
+from mergekit_slta.output.card import CARD, RECIPE
 from mergekit_slta.recipe.experiment import Experiment
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
 CODE = "*.py"
+SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -39,8 +40,11 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
     recipe, owner = experiment.recipe, experiment.recipe.tokenizer_owner
     base, made, template = recipe.base.model, recipe.tokenizer_source is not None, bool(recipe.config.chat_template)
     (folder / GENERATION).unlink(missing_ok=True)  # of an earlier merge
-    problems = [*_copies((*PROCESSOR, CODE), base, folder), *_copies((GENERATION,), owner.model, folder)]
+    problems = [*_copies((*PROCESSOR, CODE), base, folder)]
     try:
+        # An adapter that brings the tokenizer has no settings of its own.
+        stops_like = owner.model if (_folder(("config.json",), owner.model) / "config.json").is_file() else base
+        problems += _copies((GENERATION,), stops_like, folder)
         config = json_file(folder / "config.json")
         restore(json_file(_folder(("config.json",), base) / "config.json"), config)
         _write(folder / "config.json", config)
@@ -53,7 +57,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         if made or template:
             _older_tokenizer(folder, template)
         if template or owner != recipe.base:
-            _name_tokens(written, _folder((GENERATION, "config.json"), owner.model), folder)
+            _name_tokens(written, _folder((GENERATION, "config.json"), stops_like), folder)
     except (*hub.HUB_ERRORS, SltaError) as error:
         problems.append(f"{folder} lacks settings of {owner} ({first_line(error)}): copy them yourself.")
     return problems
@@ -143,7 +147,10 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
-    """The files by which programs find a model's weights, chat template and recipe, with inode and time."""
-    entries = [folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
-    entries += [folder / RECIPE, *([folder / CHAT_TEMPLATES[0]] if tokenizer else [])]
+    """The files of a merge that programs read, with inode and time: weights, recipe, card, the tokenizer's files."""
+    patterns = [f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
+    patterns += [*SHARDS, RECIPE, *((*TOKENIZER_FILES, *CHAT_TEMPLATES) if tokenizer else ())]
+    entries = [file for pattern in patterns for file in folder.glob(pattern)]
+    if (card := folder / CARD).is_file() and "mergekit" in card.read_text(encoding="utf-8", errors="replace"):
+        entries.append(card)
     return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in entries if file.is_file()}

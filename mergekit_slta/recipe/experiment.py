@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +91,18 @@ class Experiment:
     def quiet(self) -> bool:
         """Whether progress bars are off, by the option ``quiet`` or because another process shows them."""
         return self.options.quiet or not self.ranks.first
+
+    def same_options(self) -> Iterator[str]:
+        """The options that another command needs to find and run the same models."""
+        options = self.options
+        if options.transformers_cache:
+            yield from ("--transformers-cache", options.transformers_cache)
+        if options.lora_merge_cache and any(reference.lora for reference in self.recipe.references):
+            yield from ("--lora-merge-cache", options.lora_merge_cache)
+        if options.device != "cpu":
+            yield from ("--device", str(options.device))
+        if options.trust_remote_code:
+            yield "--trust-remote-code"
 
     # Models
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -109,9 +110,11 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
     for model in dict.fromkeys(listed):
         if listed.count(model) > 1:
             yield f"{model} is listed {listed.count(model)} times: list it once, with all its prompts in one file."
-    for model in dict.fromkeys(entry.model for entry in model_inputs(config)):
-        if config.base_model and model != config.base_model and _same_folder(model, config.base_model):
-            yield f"{model} is the base model {config.base_model}: spell it the same way, or leave it out."
+    models = list(dict.fromkeys(filter(None, (config.base_model, *(entry.model for entry in model_inputs(config))))))
+    for model, other in itertools.combinations(models, 2):
+        if _same_folder(model, other):
+            which = "the base model" if model == config.base_model else "the model"
+            yield f"{other} is {which} {model}: spell it the same way, or leave it out."
 
 
 def _same_folder(one: ModelReference, other: ModelReference) -> bool:
@@ -186,7 +189,7 @@ def _chat_template(config: MergeConfiguration) -> Iterator[str]:
 def _data_types(config: MergeConfiguration) -> Iterator[str]:
     """Data types that mergekit does not know, which it would say only in the middle of the merge."""
     for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
-        if name is not None and name.removeprefix("torch.") not in FLOATS:
+        if name is not None and name not in FLOATS:  # mergekit writes the name into config.json as it is
             yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
 
 

@@ -420,6 +420,18 @@ def reporting(case: Case) -> None:
     case.recipe["parameters"]["report"] = f"{case.folder}/file"
 
 
+def in_slices(*ranges: tuple[int, int]) -> Edit:
+    """Layers of a model whose configuration lists the kind of each one."""
+
+    def change(case: Case) -> None:
+        case.of("qwen3").use("actmat")
+        names = [case.recipe["base_model"], *(entry["model"] for entry in case.recipe.pop("models"))]
+        sources = [[{"model": name, "layer_range": list(layers)} for name in names] for layers in ranges]
+        case.recipe["slices"] = [{"sources": own} for own in sources]
+
+    return change
+
+
 CUT = {"options": {"unsafe_truncate_embeddings": True}}
 GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
@@ -438,6 +450,7 @@ OTHERS: Rows = [
     ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
+    (in_slices((0, 2), (1, 3)), "The slices have 4 layers and BASE has 3, whose kinds its configuration lists"),
     (reporting, "'report: HERE/file' cannot be created"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
@@ -513,6 +526,7 @@ def the_experts_chat_template(case: Case) -> None:
         lambda c: of_one_name(c.use("featcal")),
         statistics("HERE/new/stats.safetensors"),
         a_new_token,
+        in_slices((1, 3), (0, 1)),
         other_ids(**ALIGNED),
         other_size(**ALIGNED),
         other_size(tokenizer_source="union"),

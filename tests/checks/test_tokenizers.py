@@ -13,7 +13,7 @@ import yaml
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.examining import chat_model, feature_recipe, look, only, problems
+from support.examining import chat_model, feature_recipe, look, only, problems, swap_ids
 from support.families import Family
 
 from mergekit_slta.featcal.model import head_to_solve
@@ -41,6 +41,32 @@ def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
     merged = families.merge(recipe, tmp_path / "out")
     made = transformers.AutoTokenizer.from_pretrained(merged)
     assert len(load_file(merged / "model.safetensors")["model.embed_tokens.weight"]) >= len(made.get_vocab())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "gemma3_vision"])
+def test_a_union_has_the_added_tokens_of_a_multimodal_models_experts(
+    architecture: str, make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mergekit looks for the vocabulary's size at the top of the configuration alone."""
+    family = make_family(architecture)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(family.experts[0])
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": "union"}}
+    assert problems(recipe) == []
+    made = transformers.AutoTokenizer.from_pretrained(families.merge(recipe, tmp_path / "out"))
+    assert "<think>" in made.get_vocab() and "Unable to get vocab size" not in caplog.text
+
+
+def test_ids_of_a_model_with_two_embeddings_cannot_change(make_family: MakeFamily) -> None:
+    family = make_family("gemma4")
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": "base"}}
+    assert problems(recipe) == []
+    swap_ids(family.experts[0])
+    assert only(recipe) == (
+        f"The recipe's 'tokenizer' changes token ids, but of the two embeddings of {family.base} mergekit reorders one "
+        "(not embed_tokens_per_layer): leave 'tokenizer' out, or merge experts with the base model's ids."
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import transformers
 from conftest import MakeFamily
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
+from support.adapters import write_adapter
 from support.command import run
-from support.examining import CHATML, MARKERS, chat_model, edit_config
+from support.examining import CHATML, MARKERS, chat_model, chat_tokenizer, edit_config
 from support.families import Family
 from support.hub import serve
 
@@ -210,6 +212,38 @@ def test_the_chat_template_of_an_earlier_merge_is_set_aside(family: Family, tmp_
     for _ in range(2):  # the base model's is not
         (family.base / "chat_template.jinja").write_text("{{ messages }}")
         assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).chat_template == "{{ messages }}"
+
+
+def test_the_tokenizer_of_an_earlier_merge_is_set_aside(family: Family, tmp_path: Path) -> None:
+    (family.base / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    (family.base / "merges.txt").write_text("#")
+    recipe, out = families.recipe(family, "sftm", calibration=False), tmp_path / "out"
+    for _ in range(2):  # the same merge again renames nothing
+        assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).eos_token == "a"
+        assert not [*out.glob("*.old")]
+    source = {"tokenizer": {"source": str(family.experts[0])}}
+    again = transformers.AutoTokenizer.from_pretrained(merged_by(recipe | source, out))
+    assert again.eos_token == transformers.AutoTokenizer.from_pretrained(family.experts[0]).eos_token != "a"
+    assert {file.name for file in out.glob("*.old")} == {"special_tokens_map.json.old", "merges.txt.old"}
+
+
+def test_an_adapter_that_brings_the_tokenizer_keeps_the_base_models_settings(family: Family, tmp_path: Path) -> None:
+    (family.base / GENERATION).write_text(json.dumps({"eos_token_id": [2, 5], "temperature": 0.6, "do_sample": True}))
+    adapter = write_adapter(family.base, tmp_path / "adapter", "q_proj")
+    for file in family.base.glob("tokenizer*"):
+        shutil.copy(file, adapter)
+    end = chat_tokenizer(adapter)[1]
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    recipe["models"][0]["model"] = f"{family.base}+{adapter}"
+    families.merge(
+        recipe | {"tokenizer": {"source": str(adapter)}},
+        tmp_path / "out",
+        lora_merge_cache=str(tmp_path / "lora"),
+        copy_tokenizer=True,
+    )
+    found = content(tmp_path / "out" / GENERATION)
+    assert found["eos_token_id"] == [end, 2, 5] and found["temperature"] == 0.6
+    assert content(tmp_path / "out/config.json")["eos_token_id"] == [end, 2, 5]
 
 
 @pytest.mark.parametrize(

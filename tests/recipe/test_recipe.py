@@ -120,6 +120,7 @@ FAULTS = [
     (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
     (content(dtype="fp32"), "'dtype: fp32' is not a data type for a merge: write bfloat16,"),
     (content(out_dtype="int8"), "'out_dtype: int8' is not a data type for a merge"),
+    (content(out_dtype="torch.bfloat16"), "'out_dtype: torch.bfloat16' is not a data type for a merge"),
     (content(chat_template="chatlm"), "mergekit does not know 'chat_template: chatlm': write auto, alpaca, "),
 ]
 
@@ -130,13 +131,15 @@ def test_a_fault_of_the_text_is_said_in_one_sentence(recipe: dict[str, Any], sen
     assert problem.startswith(sentence)
 
 
-def test_the_base_model_in_another_spelling(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    recipe = content(base_model=str(tmp_path / "base"))
-    recipe["models"].append({"model": f"{tmp_path}/./base", "parameters": {"calibration": "x.txt"}})
-    assert problems(recipe) == [
-        f"{tmp_path}/./base is the base model {tmp_path}/base: spell it the same way, or leave it out."
-    ]
+@pytest.mark.parametrize("is_base", [True, False])
+def test_a_model_in_another_spelling(is_base: bool, tmp_path: Path) -> None:
+    first, second = f"{tmp_path}/own", f"{tmp_path}/./own"
+    (tmp_path / "own").mkdir()
+    recipe = content(base_model=first) if is_base else content()
+    for name in [second] if is_base else [first, second]:
+        recipe["models"].append({"model": name, "parameters": {"calibration": f"{name}.txt"}})
+    kind = "base model" if is_base else "model"
+    assert problems(recipe) == [f"{second} is the {kind} {first}: spell it the same way, or leave it out."]
 
 
 def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:

@@ -89,13 +89,18 @@ CHATML = (
 MARKERS = ["<|im_start|>", "<|im_end|>"]
 
 
-def chat_model(folder: Path) -> list[int]:
-    """Give a model ChatML's template, and its markers the next free ids, at the last of which it stops; the ids."""
+def chat_tokenizer(folder: Path) -> list[int]:
+    """Give a tokenizer ChatML's template, and its markers the next free ids; the ids."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(MARKERS, special_tokens=True)
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
-    ids = [tokenizer.get_vocab()[marker] for marker in MARKERS]
+    return [tokenizer.get_vocab()[marker] for marker in MARKERS]
+
+
+def chat_model(folder: Path) -> list[int]:
+    """Give a model ChatML's template, and its markers the next free ids, at the last of which it stops; the ids."""
+    ids = chat_tokenizer(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids[1], families.EOS], "top_k": 7}))
     edit_config(folder, eos_token_id=ids[1])
     return ids
