@@ -198,7 +198,7 @@ def linearity(
     triples: bool = False,
     **options: Unpack[Options],
 ) -> Linearity:
-    """Measure how linear the features are in the experts' weights; first it prints the number of forward passes.
+    """Measure how linear the features are in the merging weights; first it prints the number of forward passes.
 
     Args:
         recipe: the recipe, its file, or an opened one.
