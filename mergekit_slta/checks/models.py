@@ -111,7 +111,8 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             f"The adapter {adapter} is of the type {kind}, which cannot be merged into a model: leave it out, "
             "or train a LoRA."
         )
-    saved = {*(settings.get("modules_to_save") or [])}
+    saved = settings.get("modules_to_save")
+    saved = {*saved} if isinstance(saved, list) else set()
     if whole := [name for name in _parted_ends(model, settings) if {name, name.rpartition(".")[2]} & saved]:
         raise SltaError(
             f"The adapter {adapter} holds its own {listed(sorted(whole))} of {model.reference.model}, where embedding "

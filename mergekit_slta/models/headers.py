@@ -111,7 +111,8 @@ class Model:
 def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:
     """One clause for each expert whose vocabulary size differs from its base model's."""
     return [
-        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens and the base model one of {base.vocabulary}"
+        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
+        f"{base.vocabulary}"
         for base, expert in pairs
         if expert.vocabulary != base.vocabulary
     ]

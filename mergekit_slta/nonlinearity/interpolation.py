@@ -76,7 +76,7 @@ class Interpolation(LayerMethod[Grams]):
                     measured[name][rows] = self.settings @ grams @ self.settings.T
             streams.set_output(BASE, number, base.output, base.state)
             report(len(rows))
-        self.grams |= of_all_ranks(measured, self.ranks, [BETWEEN] * len(self.settings))
+        self.grams |= of_all_ranks(measured, self.ranks, self.models[0], [BETWEEN] * len(self.settings))
         return {}
 
     def finish(self, streams: Streams, report: Progress) -> Grams:
@@ -86,7 +86,7 @@ class Interpolation(LayerMethod[Grams]):
             points = [torch.zeros(len(self.models) - 1), *self.settings]
             zeros = self._no_grams()
             gram = logit_grams(self.decoder, streams, zeros, lambda: (blend(base, experts, own) for own in points))
-            self.grams |= of_all_ranks({"model": gram}, self.ranks, [BETWEEN] * len(self.settings))
+            self.grams |= of_all_ranks({"model": gram}, self.ranks, self.models[0], [BETWEEN] * len(self.settings))
         return self.grams
 
     def _no_grams(self) -> torch.Tensor:

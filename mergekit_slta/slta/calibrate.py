@@ -129,6 +129,6 @@ class _Calibration(LayerMethod[Grams]):
 
     def _keep(self, measured: Grams) -> Grams:
         """Keep the Gram matrices of all ranks' samples."""
-        grams = of_all_ranks(measured, self.ranks, list(map(str, self.models[1:])))
+        grams = of_all_ranks(measured, self.ranks, self.models[0], self.models[1:])
         self.grams |= grams
         return grams

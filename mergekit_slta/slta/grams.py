@@ -64,19 +64,19 @@ def inner_products(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     return (total + total.T) / 2
 
 
-def of_all_ranks(measured: Grams, ranks: Ranks, models: Sequence[str]) -> Grams:
+def of_all_ranks(measured: Grams, ranks: Ranks, base: object, models: Sequence[object]) -> Grams:
     """Sum Gram matrices over the ranks, each of which holds its own samples.
 
     Raises:
-        SltaError: features of some of the compared ``models``, by their names, are not finite.
+        SltaError: features of some of the ``models`` that are compared with ``base``, or its own, are not finite.
     """
     grams = {name: ranks.sum(part) for name, part in measured.items()}
     for name, gram in grams.items():
         finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()
-        if broken := dict.fromkeys(model for model, fine in zip(models, finite, strict=True) if not fine):
+        if broken := dict.fromkeys(str(model) for model, fine in zip(models, finite, strict=True) if not fine):
             raise SltaError(
-                f"The features of {', '.join(broken)} at {name} are not finite: they overflow float32, "
-                "because the model's tensors are too large. Leave the model out, or get an undamaged copy."
+                f"The features of {', '.join(broken)} at {name} are not finite: they overflow float32, because the "
+                f"model's tensors or those of {base} are too large. Leave the model out, or get an undamaged copy."
             )
     return grams
 

@@ -437,7 +437,7 @@ GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
 IDS = "The tokenizers of the expert EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
-SIZES = "The expert HERE/other has a vocabulary of 66 tokens and the base model one of 64"
+SIZES = "The expert HERE/other has a vocabulary of 66 tokens, the base model BASE one of 64"
 OTHERS: Rows = [
     (more_tokens, "but the model has only 64 embeddings"),
     (other_size(), f"{SIZES}: {ALIGN}"),
