@@ -269,8 +269,8 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     model first; answers of more than 32 tokens do not count in it. "lost" counts the right answers that
     the task's expert gives and the model does not, "gained" the reverse; on the base model's own task they compare with
     the base model.
-    Where a task's answers have a form (a closing </think>, valid JSON, an end token), a table has the share of the
-    model's answers that have it too.
+    If all answers of a task have a form (a closing </think>, valid JSON, an end token), a table has the share of each
+    model's answers that keep it.
 
     Two more tables count long answers too. The first shows how much of the expert's gain in likelihood over the base
     model each model keeps. The second shows the negative log-likelihood per token of the answers (lower is better);

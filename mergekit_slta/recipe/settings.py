@@ -121,8 +121,8 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly each matrix is pulled towards a point 1.5 times as far from the base as `actmat`'s "
-        "merge: a number such as 0.03, or `auto`, which chooses one from 0.0003 to 3 by prompts that are left out",
+        description="how strongly each matrix is held near a merge without prompts: a number such as 0.03, or `auto`, "
+        "which tests nine values from 0.0003 to 3 on prompts that it holds back",
     )
 
 
