@@ -54,6 +54,12 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
         yield from _parameters(where, table, model is not None, known, settings)
     yield from _data_types(config)
     yield from _chat_template(config)
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
+    if isinstance(source, ModelReference) and source.lora:
+        yield (
+            f"mergekit takes from {source} the tokenizer of {source.model}: write {source.lora} as the source for the "
+            f"adapter's tokenizer, or {source.model}."
+        )
 
 
 def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:

@@ -120,6 +120,13 @@ FAULTS = [
     (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
     (content(dtype="fp32"), "'dtype: fp32' is not a data type for a merge: write bfloat16,"),
     (content(out_dtype="int8"), "'out_dtype: int8' is not a data type for a merge"),
+    *(
+        (
+            content(**made),
+            "mergekit takes from org/base+org/lora the tokenizer of org/base: write org/lora as the source",
+        )
+        for made in ({"tokenizer": {"source": "org/base+org/lora"}}, {"tokenizer_source": "org/base+org/lora"})
+    ),
     (content(out_dtype="torch.bfloat16"), "'out_dtype: torch.bfloat16' is not a data type for a merge"),
     (content(chat_template="chatlm"), "mergekit does not know 'chat_template: chatlm': write auto, alpaca, "),
 ]
