@@ -205,9 +205,9 @@ def solve(
 
     STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
     Face Hub. Solving takes a second and needs neither models nor prompts. The command prints, for each block of the
-    model, each expert's merging weight, and how much of the expert's change of the block's output the merge keeps. In
-    the options, name models, including the base model, as the printed table or STATS does. --task-weight and --model
-    may be repeated. If the base model's prompts were measured too, --keep-weight is 1.0 by default; 0 leaves them out.
+    model and each expert, the merging weight, and the share of the expert's feature change that the merge keeps. In the
+    options, name models, including the base model, as the printed table or STATS does. --task-weight and --model may be
+    repeated. If the base model's prompts were measured too, --keep-weight is 1.0 by default; 0 leaves them out.
     """
     import torch
 
@@ -267,14 +267,14 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     Each model is scored on the prompts of `evaluation`, or else on those of `calibration` that calibration did not use.
     The first table has, on average and for each task, the share of answers that greedy decoding gives exactly, the best
     model first; answers of more than 32 tokens do not count in it. "lost" counts the right answers that
-    the task's expert gives and the model does not, "gained" the reverse; on the base model's own task they compare with
-    the base model.
+    the task's expert gives and the model does not, "gained" the reverse; for prompts of the base model, the base model
+    takes the expert's place.
     If all answers of a task have a form (a closing </think>, valid JSON, an end token), a table has the share of each
     model's answers that keep it.
 
-    Two more tables count long answers too. The first shows how much of the expert's gain in likelihood over the base
-    model each model keeps. The second shows the negative log-likelihood per token of the answers (lower is better);
-    where no answer is known, of all tokens.
+    Two more tables count long answers too. The first shows what share each model keeps of the likelihood that the
+    expert gains over the base model. The second shows the negative log-likelihood per token of the answers (lower is
+    better); where no answer is known, of all tokens.
 
     RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. Each model is run
     once, in float32, with one layer in memory at a time.

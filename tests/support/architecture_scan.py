@@ -428,8 +428,8 @@ def page(rows: list[Row]) -> str:
         "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
         "4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
         "to adapt Mamba's `out_proj` and `conv1d`, and the projections in Gemma 4's towers for images and audio. A "
-        "short name such as `q_proj` in an adapter's `target_modules` matches these too, so list there the full names "
-        "of the modules to adapt.",
+        "short name such as `q_proj` in an adapter's `target_modules` also matches the projections in those towers, so "
+        "write the full names of the modules to adapt.",
         "",
         "## Everything works",
     ]
