@@ -78,3 +78,9 @@ def is_private(path: str) -> bool:
 def published_path(path: str) -> str:
     """A path for published files: only the last part of a private one."""
     return os.path.basename(os.path.normpath(path)) if is_private(path) else path
+
+
+def local_name(name: str) -> str:
+    """A model's name; a relative path to an existing folder begins with a dot, so that it is no Hub id."""
+    parts = name.split("+")
+    return "+".join(f"./{part}" if part and part[0] not in "./~" and os.path.isdir(part) else part for part in parts)

@@ -55,7 +55,9 @@ def test_one_expert_takes_its_closed_form(level: str, llama: Family, tmp_path: P
         assert solution.kept_base[name] == pytest.approx(1 - float(solution.alpha[name]) ** 2)
 
 
-def test_the_file_says_what_is_kept_and_gives_it_up(llama: Family, tmp_path: Path) -> None:
+def test_the_file_says_what_is_kept_and_gives_it_up(
+    llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "stats.safetensors"
     content = keeping(llama, weight=0.5, statistics=str(file))
     families.merge(content, tmp_path / "merged", write_model_card=True)
@@ -84,7 +86,9 @@ def test_the_file_says_what_is_kept_and_gives_it_up(llama: Family, tmp_path: Pat
     # The recipe without the base model reads the same file.
     plain = recipe(llama, experts=(0, 1), statistics=str(file))
     without = merged(recipe(llama, experts=(0, 1)), tmp_path / "without")
+    assert "also has prompts of the base model" not in caplog.text
     assert equal(merged(plain, tmp_path / "plain"), without)
+    assert f"{file} also has prompts of the base model: to use them, give its entry" in caplog.text
     assert equal(merged(keeping(llama, weight=0.0), tmp_path / "zero"), without)
     # A recipe that only weights the base model takes the file's prompts.
     unnamed = recipe(llama, experts=(0, 1), calibration=False, statistics=str(file))

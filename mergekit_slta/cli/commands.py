@@ -251,7 +251,8 @@ def _write_recipe(
     used = (base, *solution.models)
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
-    solution.save_recipe(file, models=models, tokenizer_source=tokenizer_source or "", **more)
+    source = names.get(tokenizer_source or "", tokenizer_source or "")
+    solution.save_recipe(file, models=models, tokenizer_source=source, **more)
     option = adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
     return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
 

@@ -106,8 +106,11 @@ def left_out_by_mergekit(model: Model) -> list[str]:
     if definition is not None:
         weights = definition.all_weights(config)
         written = {name for one in weights for name in (one.name, *(one.aliases or ()), *(one.tied_names or ()))}
-        stored = (*layout.pieces, *layout.outside)
-        return [name for name in stored if not model_tensor_name(name, written, model.prefix)]
+        targets = {name: (name, *piece.targets) for name, piece in layout.pieces.items()}  # some are written by these
+        stored = targets | {name: (name,) for name in layout.outside}
+        return [
+            name for name, own in stored.items() if not any(model_tensor_name(t, written, model.prefix) for t in own)
+        ]
     in_layers: dict[str, list[str]] = {}  # the model's names that differ in the number of their layer alone
     for name in layout.model.state_dict() if layout.model else ():
         in_layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jinja2
 import yaml
 
+from mergekit_slta import files
 from mergekit_slta.data.prompts import TOPICS
 from mergekit_slta.errors import SltaError
 
@@ -174,7 +175,7 @@ def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calib
         SltaError: a model is missing or named twice, or the calibration sources are not as many as the models that
             need one.
     """
-    base, *experts = map(_local, (base, *experts))
+    base, *experts = map(files.local_name, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
     form = _FORMS[method]
@@ -236,12 +237,6 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
             "for each expert, in their order, and once more for the base model, all its prompts in one file, if the "
             "merge is to keep its abilities."
         )
-
-
-def _local(name: str) -> str:
-    """A model's name; a relative path to an existing folder begins with a dot, so that it is no Hub id."""
-    parts = name.split("+")
-    return "+".join(f"./{part}" if part and part[0] not in "./~" and os.path.isdir(part) else part for part in parts)
 
 
 def _scalar(name: str) -> str:

@@ -183,6 +183,8 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     for fallback in stored.info.fallbacks:
         if fallback.level in levels:
             LOG.warning("%s", fallback)
+    if stored.info.keep and not recipe.keep:
+        LOG.warning("%s also has prompts of the base model: to use them, give its entry in 'models' a 'weight'.", path)
     chosen = stored.take(order, keep=recipe.keep is not None)
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):

@@ -498,7 +498,7 @@ class Solution(Paragraphs):
             path: the YAML file to write.
             models: the path or Hub id to write for a model, the base model included, by its name in the statistics;
                 the others are written as the recipe spells them that was measured, after ``load`` by their names.
-            tokenizer_source: mergekit's setting of that name; left out when empty.
+            tokenizer_source: mergekit's setting of that name, or a model's name; left out when empty.
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
 
         Returns:
@@ -515,9 +515,10 @@ class Solution(Paragraphs):
         for name in models or {}:
             if name not in known:
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
-        paths = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
+        named = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
+        paths = {name: files.local_name(path) for name, path in named.items()}
         solved = self.statistics.info, self.level, self.submodules, self._origin()
-        text = plain_recipe(*solved, paths, tokenizer_source, trust_remote_code)
+        text = plain_recipe(*solved, paths, paths.get(tokenizer_source, tokenizer_source), trust_remote_code)
         file = Path(path).expanduser()
         files.write(file, text.encode())
         return file
