@@ -161,7 +161,8 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
             raise SltaError(skipped)
         LOG.warning("%s", skipped)
     if ignored:
-        LOG.warning("The model is not asked %s: put what it needs into the prompt.", " and ".join(sorted(ignored)))
+        fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
+        LOG.warning("The model is not asked %s: put what it needs into the prompt.", fields)
     return asked
 
 

@@ -185,7 +185,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
 @click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help="Path or Hub id of NAME in that recipe.")
-@click.option("--tokenizer-source", metavar="X", help="mergekit's tokenizer_source in that recipe.")
+@click.option("--tokenizer-source", metavar="X", default="", help="mergekit's tokenizer_source in that recipe.")
 @trusted_code
 @download_folder
 @quiet
@@ -240,7 +240,7 @@ def _write_recipe(
     base: str,
     names: Mapping[str, str],
     paths: Sequence[str],
-    tokenizer_source: str | None,
+    tokenizer_source: str,
     **more: Any,
 ) -> str:
     """Write a plain recipe and return the option that mergekit-yaml needs to run it, if any."""
@@ -251,7 +251,7 @@ def _write_recipe(
     used = (base, *solution.models)
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
-    source = names.get(tokenizer_source or "", tokenizer_source or "")
+    source = names.get(tokenizer_source, tokenizer_source)
     solution.save_recipe(file, models=models, tokenizer_source=source, **more)
     option = adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
     return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
@@ -267,11 +267,10 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 
     Each model is scored on the prompts of `evaluation`, or else on those of `calibration` that calibration did not use.
     The first table has, on average and for each task, the share of answers that greedy decoding gives exactly, the best
-    model first; answers of more than 32 tokens do not count in it. "lost" counts the right answers that
-    the task's expert gives and the model does not, "gained" the reverse; for prompts of the base model, the base model
-    takes the expert's place.
-    If all answers of a task have a form (a closing </think>, valid JSON, an end token), a table has the share of each
-    model's answers that keep it.
+    model first; answers of more than 32 tokens do not count in it. "lost" counts the right answers that the task's
+    expert gives and the model does not, "gained" the reverse; for prompts of the base model, the base model takes the
+    expert's place. If all answers of a task have a form (a closing </think>, valid JSON, an end token), a table has the
+    share of each model's answers that keep it.
 
     Two more tables count long answers too. The first shows what share each model keeps of the likelihood that the
     expert gains over the base model. The second shows the negative log-likelihood per token of the answers (lower is
@@ -300,10 +299,10 @@ def linearity(
 ) -> None:
     """Before a merge, measure whether RECIPE's experts change features in proportion to their merging weights.
 
-    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the
-    non-linearity score (arXiv 2504.10902) of every expert, and how far the features of merges are from the sum of the
-    experts' changes. It first prints the number of forward passes, and takes as long as some tens of calibrations. On
-    several GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
+    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the non-linearity
+    score (arXiv 2504.10902) of every expert, and how far the features of merges are from the sum of the experts'
+    changes. It first prints the number of forward passes, and takes as long as some tens of calibrations. On several
+    GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks

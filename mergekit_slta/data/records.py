@@ -63,13 +63,15 @@ class Text(NamedTuple):
             several fields in a template the last one, if the template ends with it or it is an answer by its name. In
             the record's own text it is the only place for the last part of a pair that the record has too. None where
             there is no such part or place.
-        left_out: what is not written of the record, such as "the reasoning" or "the field 'context'".
+        left_out: what the chat template does not write of the record, as in "the reasoning".
+        unread: the fields of the record that hold something for the model and are not read.
     """
 
     text: str
     is_chat: bool = False
     answer: Span | None = None
     left_out: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def record_text(record: Record, template: str, *, where: object, render_chat: Callable[..., str]) -> Text:
@@ -111,7 +113,7 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
         parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
         if any(part.strip() for part in parts):
             text = _joined(fields, parts, record)
-            return text if fields == ("text",) else text._replace(left_out=unread(record, (*UNREAD, *SYSTEM)))
+            return text if fields == ("text",) else text._replace(unread=unread(record, (*UNREAD, *SYSTEM)))
     if not chat_fields and not groups:
         raise UnfitRecord(
             f"{where} has none of the known fields: its fields are {in_a_list(record)}. "
@@ -124,8 +126,8 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
 
 
 def unread(record: Record, names: Iterable[str] = UNREAD) -> tuple[str, ...]:
-    """The fields of these names that hold something, in words."""
-    return tuple(f"the field {name!r}" for name in names if not is_blank(record.get(name)))
+    """The fields of these names that hold something."""
+    return tuple(name for name in names if not is_blank(record.get(name)))
 
 
 def _joined(fields: tuple[str, ...], parts: list[str], record: Record) -> Text:
@@ -267,7 +269,7 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     spoken = [turn | {"content": _said(turn)} for turn in turns if "tool_calls" in turn]
     left_out += ["the words beside a tool call"] * any(_leaves_out(turn, text) for turn in spoken)
     left_out += ["the tools"] * (bool(tools) and _attempt(render_chat, turns) == text)
-    return Text(text, True, _last_turn_in(turns, text, render), (*left_out, *unread(record)))
+    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out), unread(record))
 
 
 def with_system(turns: Turns, record: Record) -> Turns:
@@ -414,10 +416,10 @@ def _written(turns: Turns, render: Render, where: object) -> tuple[Turns, str]:
 
 def _leaves_out(turn: dict[str, Any], text: str) -> bool:
     """Whether a text lacks what a turn says."""
-    content, text = _text_of(turn["content"]), _squeezed(_SWITCH.sub("", text))
+    content = _text_of(turn["content"])
     if not isinstance(content, str):
         return False
-    words = _SWITCH.sub("", content)
+    words, text = _SWITCH.sub("", content), _squeezed(_SWITCH.sub("", text))
     # Some templates write the results of tools as JSON.
     return all(_squeezed(form) not in text for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
 

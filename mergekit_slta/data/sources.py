@@ -179,8 +179,9 @@ class CalibrationSource:
             yield f"skipped {counted(empty, 'empty row')}."
         if unfit:
             yield f"skipped {counted(len(unfit), 'row')}, the first because {unfit[0]}"
-        for part, count in Counter(part for sample in drawn for part in sample.text.left_out).items():
-            who = "calibration" if part.startswith("the field") else "the chat template"
+        left_out = Counter(("the chat template", part) for sample in drawn for part in sample.text.left_out)
+        left_out.update(("calibration", f"the field {name!r}") for sample in drawn for name in sample.text.unread)
+        for (who, part), count in left_out.items():
             yield (
                 f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
                 "in the field 'text'."

@@ -198,10 +198,11 @@ def _merged(
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
     stale = {file: file.replace(f"{file}.old") for file, _ in before.items() & entry_files(folder, tokenizer).items()}
     unfinished = finish_folder(experiment, folder)
-    for renamed in [renamed for file, renamed in stale.items() if file.exists()]:  # it was copied again
-        renamed.unlink()
-    if old := sorted(str(file.relative_to(folder)) for file in stale if not file.exists()):
-        LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(old))
+    for file in filter(Path.exists, list(stale)):  # it was copied again
+        stale.pop(file).unlink()
+    if stale:
+        names = sorted(str(file.relative_to(folder)) for file in stale)
+        LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(names))
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     if options.write_model_card:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -80,10 +79,9 @@ def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | No
 # Merging
 
 
-def adapter_option(references: Iterable[ModelReference], folder: str | None = None) -> str:
+def adapter_option(references: Iterable[ModelReference]) -> str:
     """The option that a printed command needs for mergekit to merge these models, if one is an adapter."""
-    merged_in = shlex.quote(folder or "./adapters")
-    return f" --lora-merge-cache {merged_in}" if any(reference.lora for reference in references) else ""
+    return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
 
 
 def in_recipes_type(options: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:

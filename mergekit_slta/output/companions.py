@@ -42,12 +42,12 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
     (folder / GENERATION).unlink(missing_ok=True)  # of an earlier merge
     problems = [*_copies((*PROCESSOR, CODE), base, folder)]
     try:
-        # An adapter that brings the tokenizer has no settings of its own.
-        stops_like = owner.model if (_folder(("config.json",), owner.model) / "config.json").is_file() else base
-        problems += _copies((GENERATION,), stops_like, folder)
         config = json_file(folder / "config.json")
         restore(json_file(_folder(("config.json",), base) / "config.json"), config)
         _write(folder / "config.json", config)
+        # An adapter that brings the tokenizer has no settings of its own.
+        stops_like = owner.model if (_folder(("config.json",), owner.model) / "config.json").is_file() else base
+        problems += _copies((GENERATION,), stops_like, folder)
         if not made and not experiment.options.copy_tokenizer:
             return problems
         merged = ModelReference(model=ModelPath(path=str(folder)))

@@ -29,6 +29,7 @@ from mergekit_slta.recipe.settings import (
     base_parameters,
     expert_parameters,
     expert_references,
+    tokenizer_source,
 )
 from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
 
@@ -209,9 +210,8 @@ class Recipe:
 
     @property
     def tokenizer_source(self) -> Any:
-        """The source of the merged model's tokenizer for mergekit; None if it only copies that of the base model."""
-        made = self.config.tokenizer
-        return made.source if made else self.config.tokenizer_source or None
+        """The ``tokenizer_source`` of ``settings.py``."""
+        return tokenizer_source(self.config)
 
     @property
     def tokenizer_owner(self) -> ModelReference:

@@ -227,6 +227,11 @@ def expert_references(config: MergeConfiguration) -> list[ModelReference]:
     return [model for model in named if model != config.base_model]
 
 
+def tokenizer_source(config: MergeConfiguration) -> Any:
+    """The source of the merged model's tokenizer for mergekit; None if it only copies that of the base model."""
+    return config.tokenizer.source if config.tokenizer else config.tokenizer_source or None
+
+
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
     """Each expert's parameters: those of the whole merge, overridden by its own."""
     given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}

@@ -31,6 +31,7 @@ from mergekit_slta.recipe.settings import (
     model_inputs,
     output_slices,
     parameter_specs,
+    tokenizer_source,
 )
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -53,13 +54,8 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
         known = {spec.name: spec for spec in (*parameter_specs(settings), *(base_specs(settings) if is_base else ()))}
         yield from _parameters(where, table, model is not None, known, settings)
     yield from _data_types(config)
+    yield from _tokenizer(config)
     yield from _chat_template(config)
-    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
-    if isinstance(source, ModelReference) and source.lora:
-        yield (
-            f"mergekit takes from {source} the tokenizer of {source.model}: write {source.lora} as the source for the "
-            f"adapter's tokenizer, or {source.model}."
-        )
 
 
 def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
@@ -181,6 +177,16 @@ def _values(setting: Any) -> Iterator[Any]:
             yield from _values(part)
     else:
         yield setting
+
+
+def _tokenizer(config: MergeConfiguration) -> Iterator[str]:
+    """A tokenizer of a model with an adapter, of which mergekit looks at the model alone."""
+    source = tokenizer_source(config)
+    if isinstance(source, ModelReference) and source.lora:
+        yield (
+            f"mergekit takes from {source} the tokenizer of {source.model}: write {source.lora} as the source for the "
+            f"adapter's tokenizer, or {source.model}."
+        )
 
 
 def _chat_template(config: MergeConfiguration) -> Iterator[str]:
