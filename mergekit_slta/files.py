@@ -15,6 +15,7 @@ from mergekit_slta.errors import SltaError
 
 # What a merge makes beside its weights lies in a folder of its output, because some programs load every .safetensors
 # file that lies beside the weights.
+RECIPE_OF_MERGE = "mergekit_config.yml"  # mergekit writes it with its card
 STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
 PARTIAL_OF_MERGE = "mergekit-slta/partial"  # the finished layers of a merge that is not done; deleted at its end
 

@@ -176,8 +176,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option(
     "--keep-weight", type=click.FloatRange(min=0), metavar="κ", help="How much the base model's prompts count."
 )
-@click.option("--ridge", type=click.FloatRange(min=0), default=0.0, show_default=True, help="The pull towards zero.")
-@click.option("--balance/--no-balance", default=True, show_default=True, help="Give every prompt the same influence.")
+@click.option("--ridge", type=click.FloatRange(min=0), metavar="λ", help="The pull towards zero.  [default: 0.0]")
+@click.option("--balance/--no-balance", default=None, help="Give every prompt the same influence.  [default: balance]")
 @click.option("--samples", type=COUNT, metavar="K", help="Use only the first K prompts of each task.")
 @click.option(
     "--bootstrap", type=click.IntRange(min=2), metavar="R", help="Print standard errors, from R draws of the prompts."
@@ -191,7 +191,6 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @quiet
 def solve(
     stats: str,
-    level: str | None,
     models: str | None,
     task_weights: tuple[str, ...],
     bootstrap: int | None,
@@ -207,7 +206,8 @@ def solve(
     Face Hub. Solving takes a second and needs neither models nor prompts. The command prints, for each block of the
     model and each expert, the merging weight, and the share of the expert's feature change that the merge keeps. In the
     options, name models, including the base model, as the printed table or STATS does. --task-weight and --model may be
-    repeated. If the base model's prompts were measured too, --keep-weight is 1.0 by default; 0 leaves them out.
+    repeated. If the base model's prompts were measured too, --keep-weight is 1.0 by default; 0 leaves them out. For the
+    folder of a merge, --level, --ridge, --balance and --keep-weight are by default as in its recipe.
     """
     import torch
 
@@ -220,8 +220,9 @@ def solve(
     names = known_names(chosen.info.models, all_models)
     entries = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
     weights = {name: number(name, value) for name, value in entries.items()}
-    given = {name: options.pop(name) for name in ("balance", "ridge", "samples", "keep_weight")}
-    solution = chosen.solve(level, task_weights=weights, **given)
+    names_given = ("level", "balance", "ridge", "samples", "keep_weight")
+    given = {name: value for name in names_given if (value := options.pop(name)) is not None}
+    solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | given))
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
     _show(None if quiet else str(solution), solution.to_json, json_file)
     if json_file and json_file != "-":
@@ -327,9 +328,10 @@ def linearity(
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    The page shows what the merge keeps of each expert, layer by layer, and the merging weights with their intervals, at
-    level attn_mlp or else at the first level in STATS. STATS is a file that `calibrate` wrote, the folder of a merge by
-    slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging Face Hub. For featcal, set `report: FOLDER` in the recipe.
+    The page shows what the merge keeps of each expert, layer by layer, and the merging weights with their intervals.
+    STATS is the folder of a merge by slta, a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
+    Face Hub. A folder is solved as its recipe says, a file as `solve` does by default. For featcal, set `report:
+    FOLDER` in the recipe.
     """
     import torch
 
@@ -337,7 +339,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     from mergekit_slta.slta.statistics import Statistics
 
     torch.set_num_threads(1)  # fastest for many tiny matrices
-    page = report_page(Statistics.load(stats, transformers_cache))
+    page = report_page(Statistics.load(stats, transformers_cache).solve(**_arguments_of_merge(stats)))
     path = page.write(folder, "report.html")
     click.echo(f"{page.verdict[0]}\n{page.verdict[1]}\n\n{path} written")
 
@@ -401,6 +403,17 @@ def publish(out: Path, repository: str, **options: bool) -> None:
 
 
 # From the command line to what the package takes
+
+
+def _arguments_of_merge(stats: str) -> dict[str, Any]:
+    """The arguments of ``Statistics.solve`` that a merge in a folder was made with; none for a statistics file."""
+    recipe = Path(stats).expanduser() / files.RECIPE_OF_MERGE
+    if not recipe.is_file():
+        return {}
+    from mergekit_slta.recipe.recipe import Recipe  # which imports transformers
+    from mergekit_slta.slta.lookup import solve_arguments
+
+    return solve_arguments(Recipe.load(recipe))
 
 
 def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str, str]:

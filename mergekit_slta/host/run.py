@@ -24,7 +24,7 @@ from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, files_named, one_line, refuse, suggestion
-from mergekit_slta.files import PARTIAL_OF_MERGE
+from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
@@ -233,7 +233,7 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     if merge.page:
         yield f"Report: {merge.page}"
     yield from (f"Note: {note}" for note in endless(experiment))
-    copied = Path(out) / card.RECIPE  # mergekit writes it with its card
+    copied = Path(out) / RECIPE_OF_MERGE
     if copied.is_file():
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
         command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out]

@@ -17,7 +17,7 @@ from mergekit.config import MergeConfiguration
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
-from mergekit_slta.files import STATISTICS_OF_MERGE
+from mergekit_slta.files import RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
@@ -26,7 +26,6 @@ from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statist
 from mergekit_slta.words import as_score
 
 CARD = "README.md"
-RECIPE = "mergekit_config.yml"  # what mergekit calls the recipe beside its card
 ALPHA_FIGURE = "mergekit-slta/alpha.png"
 BESIDE = (STATISTICS_OF_MERGE, ALPHA_FIGURE)  # of an ``slta`` merge
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
@@ -117,7 +116,7 @@ def _section(recipe: Recipe, solution: Solution | None) -> str:
         [
             *paragraphs,
             "### Do it again",
-            f"```sh\n{INSTALL}  # version {__version__}\nmergekit-yaml {RECIPE} ./merged{option}\n```",
+            f"```sh\n{INSTALL}  # version {__version__}\nmergekit-yaml {RECIPE_OF_MERGE} ./merged{option}\n```",
             again,
             "Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
         ]

@@ -22,7 +22,7 @@ from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import WEIGHT_FILES
-from mergekit_slta.output.card import CARD, RECIPE
+from mergekit_slta.output.card import CARD
 from mergekit_slta.recipe.experiment import Experiment
 
 PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
@@ -149,7 +149,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
     """The files of a merge that programs read, with inode and time: weights, recipe, card, the tokenizer's files."""
     patterns = [f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
-    patterns += [*SHARDS, RECIPE, *((*TOKENIZER_FILES, *CHAT_TEMPLATES) if tokenizer else ())]
+    patterns += [*SHARDS, files.RECIPE_OF_MERGE, *((*TOKENIZER_FILES, *CHAT_TEMPLATES) if tokenizer else ())]
     entries = [file for pattern in patterns for file in folder.glob(pattern)]
     if (card := folder / CARD).is_file() and "mergekit" in card.read_text(encoding="utf-8", errors="replace"):
         entries.append(card)

@@ -18,7 +18,7 @@ from mergekit_slta import files
 from mergekit_slta.checks.models import complete_checkpoints
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
-from mergekit_slta.files import STATISTICS_OF_MERGE
+from mergekit_slta.files import RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
 from mergekit_slta.models.headers import open_model, weight_map
@@ -32,7 +32,7 @@ from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
-    *(card.CARD, card.RECIPE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
+    *(card.CARD, RECIPE_OF_MERGE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *(*TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR),
     *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),
@@ -122,7 +122,7 @@ def publish(
     if local := [path for path in paths if os.path.isabs(path) or os.path.isdir(path)]:
         notes.append(
             f"The recipe names folders of this machine ({listed(local)}), so others cannot run it as it is: write "
-            f"their Hub ids in {card.RECIPE}."
+            f"their Hub ids in {RECIPE_OF_MERGE} and in the card, {card.CARD}."
         )
     text = card.merge_card(folder, recipe)
     contents = dict(sorted({**_contents(folder, recipe), card.CARD: text.encode()}.items()))
@@ -165,11 +165,11 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
             return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
 
     def recipe() -> Any:
-        if not (folder / card.RECIPE).is_file():
+        if not (folder / RECIPE_OF_MERGE).is_file():
             raise SltaError(
-                f"{folder} has no {card.RECIPE}: merge without '--no-write-model-card', or copy the recipe there."
+                f"{folder} has no {RECIPE_OF_MERGE}: merge without '--no-write-model-card', or copy the recipe there."
             )
-        return Recipe.load(folder / card.RECIPE)
+        return Recipe.load(folder / RECIPE_OF_MERGE)
 
     *_, opened, loaded = all_of([companions, weights, tokenizer, recipe])
     return opened, loaded
@@ -195,7 +195,7 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
         if name in card.BESIDE and recipe.config.merge_method != SltaSettings.method:
             continue  # of an earlier merge into the same folder
         contents[name] = path
-        if name == card.RECIPE:
+        if name == RECIPE_OF_MERGE:
             contents[name] = f"{card.published_recipe(recipe)}\n".encode()
         elif name in _TEXTS:
             contents[name] = card.without_private_paths(path.read_text(encoding="utf-8"), recipe).encode()

@@ -163,13 +163,16 @@ def _still_fits(experiment: Experiment, file: Path, stamps: str, levels: Sequenc
     return known if fits else None
 
 
+def solve_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of ``Statistics.solve`` for the merge that a recipe for ``slta`` describes."""
+    settings = recipe.settings_of(SltaSettings)
+    return settings.model_dump(include={"level", "balance", "ridge"}) | {"keep_weight": recipe.keep_weight}
+
+
 def solved(experiment: Experiment, statistics: Statistics) -> tuple[Solution, TensorWeights]:
     """The merging weights that a recipe for ``slta`` asks for, by submodule and by tensor."""
-    settings = experiment.recipe.settings_of(SltaSettings)
-    solution = statistics.solve(
-        settings.level, balance=settings.balance, ridge=settings.ridge, keep_weight=experiment.recipe.keep_weight
-    )
-    return solution, TensorWeights(experiment.decoder, settings.level, solution.submodules, experiment.layout)
+    solution = statistics.solve(**solve_arguments(experiment.recipe))
+    return solution, TensorWeights(experiment.decoder, solution.level, solution.submodules, experiment.layout)
 
 
 def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
@@ -306,21 +309,26 @@ def match(
             "file, or leave the base model out of 'models'."
         )
     if all(task.calibration for task in recipe.tasks):
+        known = [None if index is None else info.calibration[index] for index in order]
+        may_differ = [
+            (task, measured, samples)
+            for task, measured, samples in zip(recipe.tasks, [*known, info.keep], data, strict=False)
+            if measured is not None and (samples is None or samples.sha256 != measured.sha256)
+        ]
         own = {"samples": most_samples(recipe)} | recipe.settings.model_dump(include={"max_tokens", "seed"})
         settings = [
             f"The recipe has {name} {value}, but {path} was measured with {getattr(info, name)}: set this value, or "
             "measure into another file."
             for name, value in own.items()
-            if value != getattr(info, name)
+            if may_differ and value != getattr(info, name)  # of no account where the same samples are drawn
         ]
         # Other settings draw other samples, so the data can be compared only if the settings are equal.
-        known = [None if index is None else info.calibration[index] for index in order]
         problems += settings or [
             f"The calibration data '{task.calibration}' of {task} gives other tokens than "
             f"'{measured.source}', on which {path} was measured: use the same prompts, leave "
             "'calibration' out to use the file as it is, or measure into another file."
-            for task, measured, samples in zip(recipe.tasks, [*known, info.keep], data, strict=False)
-            if measured is not None and samples is not None and samples.sha256 != measured.sha256
+            for task, measured, samples in may_differ
+            if samples is not None
         ]
     if missing := [level for level in levels if level not in info.levels]:
         asked = " ".join(f"--level {level}" for level in (*info.levels, *missing))

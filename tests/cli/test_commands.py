@@ -26,6 +26,7 @@ from support.processes import ROOT
 
 from mergekit_slta.cli.commands import main
 from mergekit_slta.cli.options import MODEL_OPTIONS, mergekit_options
+from mergekit_slta.reports.merge import report
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.tables import as_size
 
@@ -299,6 +300,19 @@ def test_a_recipe_may_name_published_statistics(llama: Family, stats: Path, tmp_
         run("merge", recipe, tmp_path / f"out{number}", "--quiet", "--no-write-model-card", "--no-copy-tokenizer")
         outputs.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
     assert all(torch.equal(tensor, outputs[1][name]) for name, tensor in outputs[0].items())
+
+
+def test_a_merged_folder_is_solved_as_its_recipe_says(llama: Family, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"balance": False, "ridge": 0.3}
+    content = families.recipe(llama, experts=[0], keep={"weight": 2.5}, level="layer", samples=3, **settings)
+    out = tmp_path / "out"
+    run("merge", families.write_recipe(tmp_path / "recipe.yml", content), out, "--quiet")
+    merged = Statistics.load(out).solve("layer", keep_weight=2.5, **settings)
+    assert solution(out) == json.loads(merged.to_json())
+    other = merged.statistics.solve("layer", ridge=0.3, keep_weight=0)
+    assert solution(out, "--balance", "--keep-weight", "0") == json.loads(other.to_json())
+    run("report", out, "-o", tmp_path / "report")
+    assert (tmp_path / "report" / "report.html").read_text() == report(merged, tmp_path / "expected").read_text()
 
 
 # merge

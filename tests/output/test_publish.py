@@ -162,7 +162,7 @@ def test_what_a_user_wrote_is_published(out: Path) -> None:
     text = path.read_text()
     assert dict(found.files)["README.md"] == len(text.encode())  # which is up to date already
     (local,) = (note for note in found.notes if "folders of this machine" in note)
-    assert local.endswith("write their Hub ids in mergekit_config.yml.")
+    assert local.endswith("write their Hub ids in mergekit_config.yml and in the card, README.md.")
 
 
 def test_the_hubs_refusal_is_a_sentence(out: Path, hub: Hub) -> None:

@@ -138,6 +138,16 @@ def test_a_subset_equals_what_it_alone_measures(llama: Family, path: Path, tmp_p
     assert part.info.fingerprint == alone.info.fingerprint
 
 
+def test_a_subset_fits_by_its_prompts_whatever_the_number_of_the_others(llama: Family, tmp_path: Path) -> None:
+    """The file knows only the most prompts of an expert."""
+    content, file = recipe(llama, experts=[0, 1]), tmp_path / "numbers.safetensors"
+    content["models"][1]["parameters"]["samples"] = 4
+    both = measured(content, file)
+    for expert, number in ((0, 5), (1, 4)):
+        part = measured(recipe(llama, experts=[expert], samples=number), file)
+        assert same(part, both.take([expert]))
+
+
 def test_other_copies_of_the_same_models_fit_and_lend_their_names(
     no_measuring: None, llama: Family, path: Path, tmp_path: Path
 ) -> None:
