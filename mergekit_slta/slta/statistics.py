@@ -115,14 +115,18 @@ class Statistics(Paragraphs):
         Raises:
             SltaError: no name is given, or a name is not in the statistics or given twice.
         """
-        known = self.info.models
-        spelled = {path: name for name, path in self.paths.items()} | known_names(known)
-        wanted = [spelled.get(str(name), str(name)) for name in names]
-        if unknown := [name for name in wanted if name not in known]:
-            raise SltaError(f"The statistics hold no expert '{unknown[0]}', only {', '.join(known)}.")
+        known, wanted = self.info.models, [self._name(name) for name in names]
         if not names or len(set(wanted)) < len(wanted):
             raise SltaError(f"Name one or more of {', '.join(known)}, each once at most.")
         return self.take([known.index(name) for name in wanted])
+
+    def _name(self, name: str) -> str:
+        """The expert of this name in ``info.models``, in the tables, or in the recipe that was measured."""
+        known = self.info.models
+        spelled = {path: own for own, path in self.paths.items()} | known_names(known)
+        if (found := spelled.get(str(name))) not in known:
+            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
+        return found
 
     def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:
         """``select`` by the experts' positions in ``info.models``; with the base model's task only if ``keep``."""
@@ -234,12 +238,11 @@ class Statistics(Paragraphs):
             if len(listed) != len(names):
                 raise SltaError(f"There are {len(listed)} task weights for {len(names)} experts: give one for each.")
             given = dict(zip(names, listed, strict=True))
-        for name, weight in given.items():
-            if name not in names:
-                raise SltaError(f"A task weight is for '{name}', but the experts are {', '.join(names)}.")
-            if not 0 <= float(weight) < math.inf:
-                raise SltaError(f"The task weight of {name} is {weight}: give a number of at least zero.")
-        weights = tuple(float(given.get(name, 1.0)) for name in names)
+        named = {self._name(name): number(f"task_weights[{name}]", weight) for name, weight in given.items()}
+        for name, weight in named.items():
+            if not 0 <= weight < math.inf:
+                raise SltaError(f"The task weight of {name} is {weight:g}: give a number of at least zero.")
+        weights = tuple(named.get(name, 1.0) for name in names)
         if not any(weights):
             raise SltaError("Every task weight is zero: at least one task must count.")
         return weights

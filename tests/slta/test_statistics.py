@@ -125,7 +125,14 @@ def test_the_level_is_that_of_branches_if_it_was_measured(levels: list[str], lev
 
 
 @pytest.mark.parametrize(
-    ("weights", "same_as"), [({"org/code": 2.5}, [1, 2.5, 1]), ({}, None), ([1, 1, 1], None), ((0, 0, 1), [0, 0, 7])]
+    ("weights", "same_as"),
+    [
+        ({"org/code": 2.5}, [1, 2.5, 1]),
+        ({"code": 2.5}, [1, 2.5, 1]),
+        ({}, None),
+        ([1, 1, 1], None),
+        ((0, 0, 1), [0, 0, 7]),
+    ],
 )
 def test_task_weights_by_name_or_in_order(
     weights: Mapping[str, float] | Sequence[float], same_as: Sequence[float] | None, statistics: Statistics
@@ -142,9 +149,10 @@ def test_task_weights_by_name_or_in_order(
         ("solve", {"samples": 0}, "hold 4 prompts per task"),
         ("solve", {"ridge": "auto"}, "'ridge' is 'auto': give a number."),
         ("solve", {"samples": 1.5}, "'samples' is 1.5: give a whole number."),
-        ("solve", {"task_weights": {"org/maths": 1}}, "for 'org/maths', but the experts are org/math, org/code"),
+        ("solve", {"task_weights": {"org/maths": 1}}, "no expert 'org/maths', only org/math, org/code"),
         ("solve", {"task_weights": [1, 2]}, "2 task weights for 3 experts"),
         ("solve", {"task_weights": [1, 2, -3]}, "task weight of org/<b>chat is -3: give a number of at least zero"),
+        ("solve", {"task_weights": {"code": "abc"}}, r"'task_weights[code]' is 'abc': give a number."),
         ("solve", {"task_weights": [0, 0, 0]}, "at least one task must count"),
         ("bootstrap", {"repeats": 1}, "at least two"),
         (
