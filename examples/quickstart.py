@@ -73,12 +73,12 @@ def main(out: Path, short: bool, seed: int | None) -> None:
     click.echo(f"\n{table(scores)}\n")
     if not short:
         best = max((label for label in scores if label.startswith("task_arithmetic")), key=lambda k: average(scores[k]))
-        click.echo(f"The best of the grid, found on the very prompts of this table: {best}.")
+        click.echo(f"{best} has the best weight, which was chosen on the prompts of this table.")
     click.echo(
-        f"The merging weights of slta attn_mlp: {out / HEAT_MAP}. The recipes, to be run in {out}: {out / 'recipes'}."
+        f"The merging weights of slta attn_mlp: {out / HEAT_MAP}. The recipes, to run in {out}: {out / 'recipes'}."
     )
     training = "" if seed is None else f", {trained - started:.0f} s of them for training"
-    click.echo(f"{time.monotonic() - started:.0f} s in all{training}.")
+    click.echo(f"This took {time.monotonic() - started:.0f} s{training}.")
 
 
 def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Recipe]:

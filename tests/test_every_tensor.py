@@ -1,6 +1,6 @@
 """Every tensor of this year's checkpoints: merged by all methods, as the base model stores it, and loaded again.
 
-Checkpoints hold heads that predict several tokens, which transformers does not know, and the experts of a mixture one
+Checkpoints hold heads for multi-token prediction, which transformers does not know, and the experts of a mixture one
 by one or as one tensor.
 """
 
@@ -45,7 +45,7 @@ QUICK = ("qwen3_5", "deepseek_v3", "afmoe")
 
 
 def prediction_head(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a head that predicts several tokens, as Qwen3.5 and DeepSeek V3 store it."""
+    """The shapes of a head for multi-token prediction, as Qwen3.5 and DeepSeek V3 store it."""
     if config.model_type.startswith("qwen"):
         return {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,), "mtp.layers.0.mlp.up_proj.weight": (48, 32)}
     extra = f"model.layers.{config.num_hidden_layers}."

@@ -86,9 +86,9 @@ def test_the_file_says_what_is_kept_and_gives_it_up(
     # The recipe without the base model reads the same file.
     plain = recipe(llama, experts=(0, 1), statistics=str(file))
     without = merged(recipe(llama, experts=(0, 1)), tmp_path / "without")
-    assert "also has prompts of the base model" not in caplog.text
+    assert "also has prompts for the base model" not in caplog.text
     assert equal(merged(plain, tmp_path / "plain"), without)
-    assert f"{file} also has prompts of the base model: to use them, give its entry" in caplog.text
+    assert f"{file} also has prompts for the base model: to use them, give its entry" in caplog.text
     assert equal(merged(keeping(llama, weight=0.0), tmp_path / "zero"), without)
     # A recipe that only weights the base model takes the file's prompts.
     unnamed = recipe(llama, experts=(0, 1), calibration=False, statistics=str(file))
@@ -100,10 +100,10 @@ def test_the_file_says_what_is_kept_and_gives_it_up(
 def test_a_file_without_the_base_models_task_is_refused(llama: Family, tmp_path: Path) -> None:
     file = tmp_path / "stats.safetensors"
     measured_statistics(families.experiment(recipe(llama, experts=(0, 1))), ["attn_mlp"], file)
-    with pytest.raises(SltaError, match="without prompts of the base model"):
+    with pytest.raises(SltaError, match="without prompts for the base model"):
         Statistics.load(file).solve(keep_weight=1.0)
     content = keeping(llama, statistics=str(file))
-    assert "was measured without prompts of the base model" in problems(content)[0]
+    assert "was measured without prompts for the base model" in problems(content)[0]
 
 
 def test_a_copy_of_the_base_model_as_an_expert_gives_the_same_feature_merge(llama: Family, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
         LOG.warning("%s", skipped)
     if ignored:
         fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
-        LOG.warning("The model is not asked %s: put what it needs into the prompt.", fields)
+        LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
     return asked
 
 

@@ -99,11 +99,11 @@ def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
     recipe = experiment.recipe
     numbers = sum(header.count for header in experiment.model(recipe.base).tensors.values())
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
-    keeping = ", and keeps the base model's abilities" if recipe.keep else ""
+    keeping = ", with prompts for the base model" if recipe.keep else ""
     file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
     command = shlex.join(["mergekit-yaml", file, "./merged", *experiment.same_options()])
     return (
-        f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters by {recipe.config.merge_method}"
+        f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters with {recipe.config.merge_method}"
         f"{keeping}; next: {command}"
     )
 

@@ -185,7 +185,7 @@ def depth_of_slices(experiment: Experiment) -> None:
 def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None:
     """Refuse checkpoints that lack tensors of the model, and experts with tensors that the base model lacks.
 
-    A tensor that the model does not run, such as a head that predicts several tokens, may be missing.
+    A tensor that the model does not run, such as a head for multi-token prediction, may be missing.
 
     Args:
         models: the base model, then the experts.

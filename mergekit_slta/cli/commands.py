@@ -53,7 +53,7 @@ def main() -> None:
 
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
-    each expert. `linearity` measures whether features change in proportion to the merging weights.
+    each expert. `linearity` measures whether half of an expert's change has half of its effect.
     """
 
 
@@ -65,16 +65,16 @@ def main() -> None:
     "--calibration",
     multiple=True,
     metavar="FILE",
-    help="Prompts of each expert in order, then of the base model; repeatable.",
+    help="Prompts for each expert in order, then for the base model; repeatable.",
 )
 def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...]) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
-    '> recipe.yml', then `check` it. Give --calibration once for each EXPERT, in their order, with a file or dataset of
-    its prompts, and once more for prompts of the base model, to keep its abilities. Without this option, the recipe
-    names files of the models' own answers, and lists the `ask` commands that write them. The methods actmat and sftm
-    need no prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
+    '> recipe.yml', then `check` it. --calibration gives a model a file or dataset of prompts: write it once for each
+    EXPERT, in their order, and once more for the base model, to keep its abilities. Without this option, the recipe
+    names files that do not exist yet, and lists the `ask` commands with which the models write them. The methods actmat
+    and sftm need no prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 
@@ -115,11 +115,11 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
 @main.command(cls=ModelCommand, short_help="Find everything that is wrong with a recipe.")
 @recipe_path
 def check(recipe: Path, **options: Any) -> None:
-    """Find everything that is wrong with RECIPE, before weights are downloaded or anything is computed.
+    """Find everything that is wrong with RECIPE, before anything large is downloaded or computed.
 
-    Checks the recipe, then models, data and disk, without reading tensors. It reads configurations, headers of the
-    weight files (from the Hub, for models there) and calibration data, and prints the download, the disk space and the
-    memory that the merge needs. The exit code is 1 if something is wrong.
+    The command checks the recipe, then models, data and disk. It reads configurations, the headers of the model files
+    (from the Hub, for models there) and calibration data, and prints the download, the disk space and the memory that
+    the merge needs. The exit code is 1 if something is wrong.
     """
     from mergekit_slta.checks import examine
 
@@ -142,8 +142,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     """Measure RECIPE's models on its prompts, and write the statistics file STATS.
 
     The file is small and contains neither tensors of the models nor prompts; `solve` needs only this file. After an
-    interruption, the same command resumes the measurement. It never changes a finished file, and ends with an error if
-    that file is of another recipe or lacks a level. On several GPUs:
+    interruption, the same command resumes the measurement. A finished file is never changed: if STATS belongs to
+    another recipe or lacks a level, the command ends with an error. On several GPUs:
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment
@@ -171,7 +171,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option("--level", metavar="LEVEL", help=f"The level: {LEVELS_HELP}.  [default: attn_mlp if measured]")
 @click.option("--models", metavar="A,B", help="The experts to merge, by their names in the table.  [default: all]")
 @click.option(
-    "--task-weight", "task_weights", multiple=True, metavar="A=2.0", help="How much A's task counts, by default 1.0."
+    "--task-weight", "task_weights", multiple=True, metavar="A=2.0", help="How much A's task counts; 1.0 by default."
 )
 @click.option(
     "--keep-weight", type=click.FloatRange(min=0), metavar="κ", help="How much the base model's prompts count."
@@ -184,8 +184,10 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 )
 @click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
-@click.option("--model", "paths", multiple=True, metavar="NAME=PATH", help="Path or Hub id of NAME in that recipe.")
-@click.option("--tokenizer-source", metavar="X", default="", help="mergekit's tokenizer_source in that recipe.")
+@click.option(
+    "--model", "paths", multiple=True, metavar="NAME=PATH", help="The path or Hub id of model NAME, for --recipe."
+)
+@click.option("--tokenizer-source", metavar="X", default="", help="mergekit's tokenizer_source, for --recipe.")
 @trusted_code
 @download_folder
 @quiet
@@ -202,12 +204,13 @@ def solve(
 ) -> None:
     """Solve for the merging weights from the statistics file STATS.
 
-    STATS is a file that `calibrate` wrote, the folder of a merge by slta, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
-    Face Hub. Solving takes a second and needs neither models nor prompts. The command prints, for each block of the
-    model and each expert, the merging weight, and the share of the expert's feature change that the merge keeps. In the
-    options, name models, including the base model, as the printed table or STATS does. --task-weight and --model may be
-    repeated. If the base model's prompts were measured too, --keep-weight is 1.0 by default; 0 leaves them out. For the
-    folder of a merge, --level, --ridge, --balance and --keep-weight are by default as in its recipe.
+    STATS is a file that `calibrate` wrote, the folder of a merge with slta, or hf:ORG/REPO/FILE[@REVISION] on the Hub.
+    Solving takes a second and needs neither models nor prompts. The command prints the merging weight of each expert
+    in each block of the model, and how close the merged block comes to the expert's ("keeps": 1 does what the
+    expert's block does, 0 what the base model's does). Write models' names in the options as in the printed table or in
+    STATS. --task-weight and --model may be repeated. If the base model's prompts were measured, --keep-weight is 1.0 by
+    default; 0 leaves them out. For the folder of a merge, the defaults of --level, --ridge, --balance and --keep-weight
+    are the settings of its recipe.
     """
     import torch
 
@@ -264,20 +267,21 @@ def _write_recipe(
 @click.option("--samples", type=COUNT, default=100, show_default=True, help="The most held-out prompts of each task.")
 @numbers_file
 def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, **options: Any) -> None:
-    """Rank merged models, each in a folder OUT, the base model and the experts on the tasks of RECIPE's experts.
+    """Score the merged models in the folders OUT, the base model and the experts on the experts' tasks, best first.
 
     Each model is scored on the prompts of `evaluation`, or else on those of `calibration` that calibration did not use.
-    The first table has, on average and for each task, the share of answers that greedy decoding gives exactly, the best
-    model first; answers of more than 32 tokens do not count in it. "lost" counts the right answers that the task's
-    expert gives and the model does not, "gained" the reverse; for prompts of the base model, the base model takes the
-    expert's place. If all answers of a task have a form (a closing </think>, valid JSON, an end token), a table has the
-    share of each model's answers that keep it.
+    The first table has each model's accuracy, by task and on average, the best model first: the share of answers of at
+    most 32 tokens that the model gives exactly, with greedy decoding. "lost" counts the answers that the task's expert
+    gives and the model does not, "gained" the reverse. On the base model's prompts, models are compared with the base
+    model instead of an expert. If all answers of a task are valid JSON, or all have a closing </think> or an end token,
+    a table shows what share of each model's answers does.
 
-    Two more tables count long answers too. The first shows what share each model keeps of the likelihood that the
-    expert gains over the base model. The second shows the negative log-likelihood per token of the answers (lower is
-    better); where no answer is known, of all tokens.
+    Two more tables cover answers of any length. The first rates the likelihood of the answers: 1 is as good as the
+    task's expert, 0 as the base model. The second has the negative log-likelihood per token of the answers (lower is
+    better), or of all tokens where no answer is known.
 
-    RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. Each model is run
+    RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. To score a merge
+    with actmat or sftm, whose recipes have no prompts, name a recipe for featcal with the same experts. Each model runs
     once, in float32, with one layer in memory at a time.
     """
     from mergekit_slta.checks.examine import sound_experiment
@@ -288,7 +292,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     _show(found, found.to_json, json_file)
 
 
-@main.command(cls=ModelCommand, short_help="Measure whether features are linear in the merging weights.")
+@main.command(cls=ModelCommand, short_help="Measure whether half of an expert's change has half of its effect.")
 @recipe_path
 @output_folder
 @measured_levels("model, layer, attn_mlp")
@@ -298,12 +302,13 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 def linearity(
     recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
-    """Before a merge, measure whether RECIPE's experts change features in proportion to their merging weights.
+    """Before a merge, measure whether half of the change that each of RECIPE's experts makes has half of its effect.
 
-    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show the non-linearity
-    score (arXiv 2504.10902) of every expert, and how far the features of merges are from the sum of the experts'
-    changes. It first prints the number of forward passes, and takes as long as some tens of calibrations. On several
-    GPUs: torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
+    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show how unevenly an
+    expert's effect on the model's blocks grows with its weight (the non-linearity score of arXiv 2504.10902), and how
+    far the effect of a merge is from the sum of the experts' effects. The command first prints the number of forward
+    passes. It takes dozens of times as long as `calibrate`. On several GPUs:
+    torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
@@ -321,17 +326,17 @@ def linearity(
         click.echo(f"{verdict(result)}\n\n{result}\n\n{path} written")
 
 
-@main.command(short_help="Write a page on what a merge by slta keeps of each expert.")
+@main.command(short_help="Write a page on what a merge with slta keeps of each expert.")
 @click.argument("stats")
 @output_folder
 @download_folder
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    The page shows what the merge keeps of each expert, layer by layer, and the merging weights with their intervals.
-    STATS is the folder of a merge by slta, a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hugging
-    Face Hub. A folder is solved as its recipe says, a file as `solve` does by default. For featcal, set `report:
-    FOLDER` in the recipe.
+    The page shows what the merge keeps of each expert, layer by layer, and the merging weights with 90 % intervals.
+    STATS is the folder of a merge with slta, a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hub.
+    A folder is solved as its recipe says, a file as `solve` does by default. For featcal, set `report: FOLDER` in the
+    recipe.
     """
     import torch
 
@@ -390,8 +395,8 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
 def publish(out: Path, repository: str, **options: bool) -> None:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 
-    The command uploads weights, configuration, tokenizer, card, recipe and statistics, and lists these files. It leaves
-    out calibration data, caches and unfinished files. Log in with `hf auth login` first.
+    The command uploads the model, its configuration, tokenizer, card, recipe and statistics, and lists these files. It
+    leaves out calibration data, caches and unfinished files. Log in with `hf auth login` first.
     """
     import transformers
 

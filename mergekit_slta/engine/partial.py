@@ -97,7 +97,9 @@ class Partial:
                     "measurement, or delete the folder."
                 )
             if any(self.folder.glob("*.safetensors")):
-                LOG.warning("Deleted layers of another merge (different %s) in %s.", ", ".join(changed), self.folder)
+                LOG.warning(
+                    "The layers of another merge (different %s) in %s were deleted.", ", ".join(changed), self.folder
+                )
             self._delete_layers()
         if not (self.folder / RUN).exists():
             with _written(self.folder / RUN) as beside:

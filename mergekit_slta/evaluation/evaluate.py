@@ -24,7 +24,7 @@ from mergekit_slta.words import as_score, enumerated
 SHORT_ANSWER = 32  # tokens
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
 # The fields of a TaskScore in tables of pandas.
-COLUMNS = ("exact answers", "lost answers", "gained answers", "form kept", "gain kept", "negative log-likelihood")
+COLUMNS = ("accuracy", "lost answers", "gained answers", "form kept", "gain kept", "negative log-likelihood")
 MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
 
 
@@ -136,21 +136,21 @@ class Comparison(Paragraphs):
         yield "On held-out prompts of each task, the best model first:"
         if any(task.answers for task in tasks.values()):
             yield (
-                f"Share of the short answers (at most {SHORT_ANSWER} tokens) that a model gives exactly; the task's "
-                "expert gives the answers that are lost, and does not give those that are gained"
+                f"Accuracy: the share of answers (of at most {SHORT_ANSWER} tokens) that a model gives exactly. Lost: "
+                "answers that the task's expert gives and the model does not. Gained: the reverse"
             )
             yield table(lambda score: as_score(score.exact), "lost", "gained")
         if any(task.forms for task in tasks.values()):
-            form = "the form (a closing </think>, valid JSON, an end token)"
+            form = "the form of the known ones (a closing </think>, valid JSON, an end token)"
             if all(mean.form == 1 for mean in ranking.values()):
-                yield f"All models keep {form} of all answers"
+                yield f"All answers of all models have {form}"
             else:
-                yield f"Share of the answers of which a model keeps {form}"
+                yield f"Share of each model's answers that have {form}"
                 yield table(lambda score: as_score(score.form))
         if any(mean.kept is not None for mean in ranking.values()):
             yield (
-                "Share of the expert's gain in likelihood that a model keeps (0 = base model, 1 = expert, below 0 = "
-                "worse than the base model); the share of right answers may differ"
+                "Share of the expert's gain in likelihood (0 = base model, 1 = expert, below 0 = "
+                "worse than the base model); accuracy may differ"
             )
             yield table(lambda score: as_score(score.kept))
         yield "Negative log-likelihood per token of the answers (of all tokens where none is known); lower is better"
@@ -167,15 +167,15 @@ class Comparison(Paragraphs):
             yield f"Not scored, because all prompts calibrate: {enumerated(self.unscored)}. {MORE}"
         if keep := self.tasks.get(KEEP):
             yield (
-                "The base model's own task: a model keeps 1 if its likelihood is the base model's, and 0 if it is the "
-                "experts' mean. Lost and gained answers compare with the base model, and the share of short answers "
-                "counts only those that the base model gives."
+                "On the base model's prompts, the share of the gain in likelihood is 1 for the base model and 0 for "
+                "the experts' mean. Lost and gained answers compare with the base model, and accuracy counts only the "
+                "answers that the base model gives."
             )
             if keep.scores[BASE].kept is None:
                 yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
         experts = {name: task for name, task in self.tasks.items() if name != KEEP}
         if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
-            yield f"No gain to keep, because the expert is no better than the base model: {', '.join(idle)}."
+            yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."
         answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
         if weak := {name: share for name, share in answered.items() if share is not None and share < 0.5}:
             yield (

@@ -149,7 +149,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
         for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
             numbered = any(map(is_numbered, kept))  # most of a mixture's weights
             loud = numbered or SHARED in kept.values()
-            LOG.log(logging.WARNING if loud else logging.INFO, "Not solved, so they stay the anchor's: %s", words)
+            LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
         """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""
@@ -322,7 +322,7 @@ class _LayerMerge:
             tasks = [self._tokens(group, task, report) for task in range(len(self.owners))]
             self._solve(group.maps, tasks, self.streams.tokens)
         if self._kept:
-            LOG.warning("Layer %d: %s stay actmat's merge", self.layer, ", ".join(self._kept))
+            LOG.warning("Layer %d: %s are merged as by actmat, not solved", self.layer, ", ".join(self._kept))
             self._kept = []
 
     def _tokens(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:

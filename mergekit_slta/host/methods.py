@@ -202,8 +202,8 @@ class FeatcalMerge(Merge):
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.kept = (
-            "Distance of the merge's features from each model's after the last layer, on the prompts of that model (0 "
-            f"is the model itself; lower is better): {', '.join(distances)}."
+            "Distance between the features of the merge and of each model after the last layer, on that model's "
+            f"prompts (lower is better): {', '.join(distances)}."
         )
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second

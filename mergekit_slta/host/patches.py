@@ -110,7 +110,7 @@ def get_architecture_info(
 ) -> ModelArchitecture:
     """Merge all tensors of the base model's checkpoint, except where mergekit plans a recipe's slices or modules.
 
-    mergekit's definitions, and the names that it takes from transformers, leave out heads that predict several tokens
+    mergekit's definitions, and the names that it takes from transformers, leave out heads for multi-token prediction
     and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
     method = METHODS.get(config.merge_method)

@@ -128,7 +128,7 @@ def capture_calls(
     elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
     if problem:
-        raise SltaError(f"{decoder.name} {problem}, so no level applies: use 'merge_method: actmat'.")
+        raise SltaError(f"{decoder.name} {problem}, so slta and featcal cannot run it: use 'merge_method: actmat'.")
     return inputs[0], calls, taken[-1]
 
 

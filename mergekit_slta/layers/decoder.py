@@ -82,7 +82,7 @@ class LayerCall:
                     if not isinstance(part, torch.Tensor):
                         raise SltaError(
                             f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
-                            "kept between layers, so no level applies: use 'merge_method: actmat'."
+                            "kept between layers, so slta and featcal cannot run it: use 'merge_method: actmat'."
                         )
                     added[argument, key, *rest] = part
         return added

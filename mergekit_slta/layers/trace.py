@@ -100,8 +100,8 @@ def trace_model(
         raise
     except Exception as error:  # a model's own code may raise anything
         raise SltaError(
-            f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), so no level "
-            "applies: use 'merge_method: actmat'."
+            f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), as slta "
+            "and featcal do: use 'merge_method: actmat'."
         ) from error
 
 
@@ -141,8 +141,8 @@ def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) ->
     if len(found := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return found[0]
     raise SltaError(
-        f"{type(model).__name__} has no single stack of decoder layers, so no level applies: use 'merge_method: "
-        "actmat'."
+        f"{type(model).__name__} has no single stack of decoder layers, so slta and featcal cannot run it: use "
+        "'merge_method: actmat'."
     )
 
 

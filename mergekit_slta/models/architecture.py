@@ -3,7 +3,7 @@
 mergekit asks every model for them by these names; `AsTheBase` finds them in experts that store them otherwise.
 
 mergekit plans a merge by its own definition of an architecture, or by the names of transformers' model. Both leave
-tensors of this year's checkpoints out (the heads that predict several tokens, a mixture's experts in some layers), and
+tensors of this year's checkpoints out (heads for multi-token prediction, a mixture's experts in some layers), and
 the second writes the experts of a mixture as one tensor, which programs that read the base model do not know.
 """
 
@@ -138,7 +138,7 @@ def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitectu
 def vocabulary_axes(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> Mapping[str, int]:
     """The axis of the tokens in each stored tensor that has one: embeddings, output heads and their biases.
 
-    A head that predicts several tokens may have its own embedding and output head, which transformers does not know:
+    A head for multi-token prediction may have its own embedding and output head, which transformers does not know:
     they have the shape of the model's.
     """
     if base.model is None:
@@ -155,7 +155,7 @@ def vocabulary_axes(base: Layout, headers: Headers, config: transformers.Pretrai
 class AsTheBase(LazyTensorLoader):
     """mergekit's loader of an expert, which gives its tensors as the base model's checkpoint stores them.
 
-    What the expert may lack, such as a head that predicts several tokens, is the base model's then.
+    What the expert may lack, such as a head for multi-token prediction, is the base model's then.
     """
 
     def __init__(self, expert: LazyTensorLoader, base: LazyTensorLoader, layout: Layout) -> None:

@@ -58,7 +58,7 @@ class Checkpoint:
         It is not the one that mergekit keeps from merge to merge, which may still map a file that was replaced since.
         """
         cache = LoaderCache()
-        with reading(self, "cannot be opened", "get sound copies of its files"):
+        with reading(self, "cannot be opened", "get undamaged copies of its files"):
             self._files = source_files(*source_folders(self.reference, cache.hf_cache_dir))
             self._stamps = stamps(self._files)
             merged = merge_adapter(self.reference, cache.lora_cache_dir, self.trust_remote_code, cache.lora_merge_dtype)

@@ -133,7 +133,7 @@ class Layout:
 
     Attributes:
         pieces: the stored tensors of the model, by their names.
-        outside: the stored tensors that the model does not have, such as a head that predicts several tokens.
+        outside: the stored tensors that the model does not have, such as a head for multi-token prediction.
     """
 
     def __init__(

@@ -96,15 +96,15 @@ def _section(recipe: Recipe, solution: Solution | None) -> str:
     spec = merge_methods.get(recipe.config.merge_method).spec
     paragraphs = [
         HEADING,
-        f"By [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
+        f"Merged with [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
         _model_table(recipe, solution),
     ]
-    again = "mergekit alone cannot do this merge; the model itself needs neither program."
+    again = "The merge needs this plugin. The model itself loads like any other."
     if solution is not None:
         from mergekit_slta.reports.merge import kept_sentence
 
         paragraphs += [
-            f"{kept_sentence(solution)} This is a share of feature change, not accuracy.",
+            f"{kept_sentence(solution)} The share says little about accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
         again = (
@@ -115,7 +115,7 @@ def _section(recipe: Recipe, solution: Solution | None) -> str:
     return "\n\n".join(
         [
             *paragraphs,
-            "### Do it again",
+            "### Reproduce this merge",
             f"```sh\n{INSTALL}  # version {__version__}\nmergekit-yaml {RECIPE_OF_MERGE} ./merged{option}\n```",
             again,
             "Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",

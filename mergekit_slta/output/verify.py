@@ -140,7 +140,7 @@ def _name(dtype: torch.dtype) -> str:
 def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collection[str]) -> Iterator[str]:
     """Say how transformers loads a merged folder onto the meta device, which reads no weights.
 
-    Also named are tensors that transformers ignores, such as those of a head that predicts several tokens, where the
+    Also named are tensors that transformers ignores, such as those of a head for multi-token prediction, where the
     base model has them and the folder does not. Those in ``named`` have been reported.
     """
     if base.built is None:
@@ -167,8 +167,8 @@ def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collect
         yield f"transformers does not know {listed(unexpected)}, which {base} does not have."
     if lost := sorted(name for name in layout.outside if name not in stored and name not in named):
         yield (
-            f"{listed(lost)} of {base} are missing: transformers ignores them, but programs that predict several "
-            "tokens at once need them."
+            f"{listed(lost)} of {base} are missing: transformers ignores them, but programs for multi-token "
+            "prediction need them."
         )
 
 

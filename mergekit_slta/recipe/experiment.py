@@ -214,7 +214,7 @@ class Experiment:
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
         if reference not in self._tokenizers:
-            with reading(reference, "has no usable tokenizer", "get sound copies of its files"):
+            with reading(reference, "has no usable tokenizer", "get undamaged copies of its files"):
                 adapter = reference.lora and tokenizer_folder(reference.lora, self.options.transformers_cache)
                 self._tokenizers[reference] = AutoTokenizer.from_pretrained(
                     str(adapter or reference.model.path),
@@ -281,8 +281,8 @@ class Experiment:
         data = all_of(functools.partial(self._checked_samples, task, count) for task in tasks)
         seen: dict[str, Task] = {}
         refuse(
-            f"'{other.calibration}' of {other} and '{task.calibration}' of {task} give the same tokens: give each "
-            f"expert the data of its own task, {EQUAL_DATA}."
+            f"'{other.calibration}' of {other} and '{task.calibration}' of {task} hold the same prompts: give each "
+            f"expert prompts of its own task, {EQUAL_DATA}."
             for task, drawn in zip(tasks, data, strict=True)
             if task.reference != self.recipe.base and (other := seen.setdefault(drawn.sha256, task)) is not task
         )

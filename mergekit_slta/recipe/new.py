@@ -101,25 +101,27 @@ _GENERAL = ("instructions", "chat", "explaining")  # what a base model should no
 _RECIPE = """\
 {% set learners = experts|length ~ ' experts' if experts|length > 1 else 'one expert' %}
 {% if kept %}
-# Add the abilities of {{ learners }} to the base model {{ base }}, and keep its own.
+# Merge {{ learners }} and the base model {{ base }}, which has prompts of its own.
 {% else %}
-# A merge of {{ learners }} with {{ base }} as their base model.
+# Merge {{ learners }}, fine-tuned from the base model {{ base }}.
 {% endif %}
 {% if commands %}
-# Without data, let each model answer prompts: best your own, of its task (ask MODEL PROMPTS -o FILE), or the package's:
+# No data? With these commands, each model answers prompts of the package and so writes its file. Prompts of its own
+# task are better: mergekit-slta ask MODEL PROMPTS -o FILE
 {% for command in commands %}
 #   {{ command }}
 {% endfor %}
-# The topics are {{ topics|join(", ") }}. Then:
+# The topics are {{ topics|join(", ") }}.
+# Then:
 {% endif %}
 {% if not form.of_mergekit %}
 #   mergekit-slta check RECIPE      finds what is missing or wrong, before the merge
 {% endif %}
 #   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
 {% if with_data %}
-#   mergekit-slta evaluate RECIPE ./merged ./other   compares two merges, such as this and --method ties
+#   mergekit-slta evaluate RECIPE ./merged ./other   compares this merge with another, such as one by ties
 {% else %}
-#   mergekit-slta evaluate OTHER ./merged   scores it on the prompts in the recipe OTHER, such as one of featcal
+#   mergekit-slta evaluate OTHER ./merged   scores the merge on the prompts in another recipe, such as one for featcal
 {% endif %}
 merge_method: {{ "%-8s"|format(method) }}  # {{ form.does }}
 base_model: {{ base|scalar }}
@@ -129,10 +131,10 @@ models:
     parameters:
 {% if with_data %}
 {% if loop.first %}
-      # Prompts of this expert's task, with answers, 60 or more: 30 calibrate, the rest is for `evaluate`. They are in
-      # a file (.jsonl, .json, .csv, .parquet or .txt with a prompt on each line), or in a dataset of the Hub,
+      # 60 or more prompts of this expert's task, with answers: 30 for the merge, the others for `evaluate`. Name a file
+      # (.jsonl, .json, .csv, .parquet, or .txt with a prompt on each line) or a dataset on the Hub,
       # "hf:ORG/NAME?config=main&split=train". Each expert needs prompts of its own.
-      # template: "{question} {answer}"   # how a row becomes text, where its fields have unusual names
+      # template: "{question} {answer}"   # how a row becomes text, if its fields have unusual names
 {% endif %}
       calibration: {{ source|quoted }}
 {% else %}
@@ -141,11 +143,11 @@ models:
 {% if kept %}
   - model: {{ base|scalar }}
     parameters:
-      # Prompts, with answers, that need the abilities of the base model, 60 or more: your own chats, or a general
-      # instruction dataset. Without such prompts, delete this entry.
+      # 60 or more prompts, with answers, on which the merge should do what the base model does: your own chats, or a
+      # general instruction dataset. Without such prompts, delete this entry.
       calibration: {{ kept[0]|quoted }}
-      weight: 1.0         # κ: more keeps more of the base model, less gains more of the expert; 0 leaves it out
-      # samples: 100      # with several experts, take this and weight 3.0 to keep most of the base model
+      weight: 1.0         # κ: higher favors the base model, lower the experts; 0 leaves these prompts out
+      # samples: 120      # with several experts, take this and weight 1.5, and mix texts, instructions and chats
 {% endif %}
 {% if form.shared %}
 parameters:

@@ -44,9 +44,7 @@ class CalibratedExpert(Parameters):
         default="",
         description="prompts for `evaluate`, written like `calibration`; by default those that the merge did not use",
     )
-    samples: Annotated[int, Field(ge=1)] = Field(
-        default=30, description="how many prompts to use; under the recipe's own `parameters`, how many of each task"
-    )
+    samples: Annotated[int, Field(ge=1)] = Field(default=30, description="how many prompts of the task to use")
 
 
 class KeptBase(CalibratedExpert):
@@ -94,12 +92,12 @@ class CalibrationSettings(MethodSettings):
 class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
     in_words: ClassVar[str] = (
-        "every submodule gets one merging weight for each expert, solved in closed form from a few prompts of the "
+        "every block gets one merging weight for each expert, solved in closed form from a few prompts of the "
         "expert's task."
     )
     level: Level = Field(
         default="attn_mlp",
-        description="the parts with weights of their own: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
+        description="the size of a block: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
     )
     balance: bool = Field(
         default=True,
@@ -121,15 +119,15 @@ class FeatcalSettings(CalibrationSettings):
     runs_experts: ClassVar[bool] = True
     ridge: Ridge | Literal["auto"] = Field(
         default="auto",
-        description="how strongly each matrix is held near a merge without prompts: a number such as 0.03, or `auto`, "
-        "which tests nine values from 0.0003 to 3 on prompts that it holds back",
+        description="how strongly each matrix is pulled towards a merge without prompts: a number, or `auto`, "
+        "which tests nine values from 0.0003 to 3 on held-out prompts",
     )
 
 
 class ActmatExpert(Parameters):
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
         default=1.0,
-        description="how much the expert counts compared with the others; 0 leaves it out",
+        description="how much the expert counts, compared with the others; 0 leaves it out",
     )
 
 

@@ -17,9 +17,10 @@ from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import counted, enumerated, plain_number
 
 ERRORS_MEANING = (
-    "At 0 a layer's output is that of the task's own model, at 1 the distance is as large as that output "
-    "itself, on average over the tokens of the task's prompts. The merge was fitted to these prompts, so the distance "
-    "is larger on others. A distance of features is not accuracy: score the merge with mergekit-slta evaluate."
+    "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
+    "is as large as that output, on average over the tokens of the task's prompts. The merge was fitted to these "
+    "prompts: on others the distance is larger. It says little about accuracy: score the merge with mergekit-slta "
+    "evaluate."
 )
 
 
@@ -36,14 +37,14 @@ def drift_page(
     """
     names = short_names([model for model, _ in tasks])
     chosen = settings.ridge == "auto"
-    ridge = "a ridge chosen by left-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
+    ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
-        title=f"How close a merge of {enumerated(names)} comes to each",
+        title=f"How close the merge is to {enumerated(names)}",
         verdict=[_verdict(errors, names), ERRORS_MEANING],
         facts={
             "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in tasks),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
-            "Solved with": f"{ridge}, towards actmat's merge with its change made 1.5 times as large",
+            "Solved with": f"{ridge}, towards W₀ plus 1.5 times actmat's change",
         },
         charts=[_chart(errors, ridges, names)],
     )
@@ -56,11 +57,11 @@ def _number(error: float) -> str:
 
 def _verdict(errors: torch.Tensor, names: Sequence[str]) -> str:
     last = zip(names, errors[-1].tolist(), strict=True)
-    clauses = [f"{_number(error)} from those of {name}" for name, error in last]
+    clauses = [f"{_number(error)} from {name}" for name, error in last]
     worst = int(errors.diff(dim=0, prepend=torch.zeros_like(errors[:1])).nan_to_num().mean(1).argmax())
     return (
-        f"After the last layer the merged model's features are at a relative distance of {enumerated(clauses)}; "
-        f"the distance grows most in layer {worst}."
+        f"After the last layer, the merge's features are at a relative distance of {enumerated(clauses)}. "
+        f"The distance grows most in layer {worst}."
     )
 
 

@@ -32,11 +32,10 @@ DRAWS = 200  # of the samples, for the intervals of the merging weights
 ENDS = (0.05, 0.95)
 SEED = 0
 MEANING = (
-    "Features are the outputs of the model's blocks. At 1 each block of the merge changes the base model's features on "
-    "the expert's own prompts as the expert does; at 0 the merge is as far from the expert as the base model is, and "
-    "below 0 it is farther. The calculation assumes that features change linearly with the weights. A share of feature "
-    "change is not accuracy: an expert of which little is kept may answer well, so score the merge with mergekit-slta "
-    "evaluate."
+    "A feature is the output of a block of the model. On the expert's own prompts, 1 means that the merge's blocks "
+    "give the expert's outputs, 0 that they are as far from the expert's as the base model's are. The "
+    "calculation assumes that features change in proportion to the merging weights. The share of the feature change "
+    "says little about accuracy: score the merge with mergekit-slta evaluate."
 )
 
 
@@ -56,11 +55,13 @@ def verdict(solution: Solution) -> str:
         fix = "leave one of them out" if len(losing) > 1 else fix
         advice = f"{who} {loses} most of the feature change: {fix}, or merge with featcal, which solves each matrix."
     elif weak:
-        advice = f"{who} {loses} more than a quarter of the feature change: score the merge with mergekit-slta "
+        advice = f"{who} {loses} more than 0.25 of the feature change: score the merge with mergekit-slta "
         advice += "evaluate, or merge with featcal, which solves each matrix."
     else:
-        these, whose = ("It", "its") if alone else ("These", "each expert's")
-        advice = f"{these} can be merged: weighted sums keep most of {whose} feature change."
+        whose = "the" if alone else "each"
+        advice = (
+            f"Weighted sums keep most of {whose} expert's feature change: score the merge with mergekit-slta evaluate."
+        )
     return " ".join([advice, *_interference(solution)])
 
 
@@ -85,7 +86,7 @@ def _interference(solution: Solution) -> Iterator[str]:
     if len(names) > 2:
         shares = enumerated(list(map(as_score, worst.kept.tolist())))
         pair = enumerated([names[model] for model in worst.models])
-        yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares}."
+        yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares} of their feature change."
     elif where:
         yield f"They interfere most{where}."
 
@@ -224,13 +225,13 @@ def _trade_chart(solution: Solution) -> Chart:
     lines[0] = replace(lines[0], notes=[f"κ {weight}" for weight in weights])
     return Chart(
         name=f"trade-{solution.level}",
-        title="Kept of each expert against kept of the base model",
-        caption="Each point is a merge with another weight κ of the base model's prompts. On these prompts a merge "
-        "that keeps 1 changes nothing, and one that keeps 0 changes as much as one expert that is added whole.",
+        title="The experts' shares against the base model's",
+        caption="Each point is a merge with another weight κ of the base model's prompts. The base model's share is 1 "
+        "if the merge changes nothing on these prompts, and 0 if it changes as much as one whole expert.",
         picture=line_chart(
             [Panel("", lines)],
-            x_label="share kept of the base model",
-            y_label="share kept of the expert",
+            x_label="the base model's share",
+            y_label="the expert's share",
             x_shares=True,
             lowest=-1.0,
         ),

@@ -187,7 +187,7 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
         if fallback.level in levels:
             LOG.warning("%s", fallback)
     if stored.info.keep and not recipe.keep:
-        LOG.warning("%s also has prompts of the base model: to use them, give its entry in 'models' a 'weight'.", path)
+        LOG.warning("%s also has prompts for the base model: to use them, give its entry in 'models' a 'weight'.", path)
     chosen = stored.take(order, keep=recipe.keep is not None)
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
@@ -305,7 +305,7 @@ def match(
             )
     if recipe.keep and info.keep is None:
         problems.append(
-            f"{path} was measured without prompts of the base model, but the recipe gives some: measure into another "
+            f"{path} was measured without prompts for the base model, but the recipe gives some: measure into another "
             "file, or leave the base model out of 'models'."
         )
     if all(task.calibration for task in recipe.tasks):

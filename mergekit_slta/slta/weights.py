@@ -20,8 +20,8 @@ class TensorWeights:
     """The merging weights of every tensor.
 
     Tensors outside the decoder layers stay the base model's; at level ``model`` those of the language model follow its
-    one weight. The towers of a multimodal model always stay, and what the model does not run, such as a head that
-    predicts several tokens.
+    one weight. The towers of a multimodal model always stay, and what the model does not run, such as a head for
+    multi-token prediction.
 
     Args:
         level, solutions: the solution of each submodule of the level.

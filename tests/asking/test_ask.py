@@ -185,7 +185,9 @@ def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.Log
     assert len(records_of(out)) == 1
     (skipped,) = [message for message in caplog.messages if "kipped" in message]
     assert skipped.startswith("Skipped 3 prompts, the first because row ")
-    assert "The model is not asked the field 'context': put what it needs into the prompt." in caplog.messages
+    assert (
+        "The prompts leave out the field 'context': write it into the prompts if the model needs it." in caplog.messages
+    )
     with pytest.raises(slta.SltaError, match="row 1 has no prompt: its fields are title; name one of them 'prompt'"):
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "b.jsonl", records[:1]))
     with pytest.raises(slta.SltaError, match="row 1 leaves no room for an answer: lower max_new_tokens"):

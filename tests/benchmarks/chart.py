@@ -8,6 +8,7 @@ The scores in ``scores.json`` were printed by the commands that it names, as mea
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def scores_chart(content: dict[str, Any]) -> Figure:
-    """Right answers of merges of three families, and what one merge with the base model keeps, in four panels."""
+    """Accuracy of merges of three families, and what one merge with the base model keeps, in four panels."""
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure = Figure(figsize=(9.5, 5.5), dpi=DOTS_PER_INCH, layout="constrained")
         *merged, kept = figure.subplots(2, 2).flat
@@ -54,28 +55,34 @@ def scores_chart(content: dict[str, Any]) -> Figure:
 
 def _merged(ax: Axes, group: dict[str, Any]) -> None:
     labels, colours = zip(*MERGES.values(), strict=True)
-    rows = [group["scores"][name] for name in MERGES]
-    means, deviations = [row["mean"] for row in rows], [row.get("deviation", np.nan) for row in rows]
-    bars = ax.barh(labels, means, color=colours, height=0.7, xerr=deviations, error_kw={"elinewidth": 1, "capsize": 3})
-    said = [
-        _number(row["mean"]) + (f" ± {_number(row['deviation'])}" if "deviation" in row else "") + row.get("note", "")
-        for row in rows
-    ]
-    ax.bar_label(bars, said, padding=5, fontsize=9)
+    _bars(ax, range(len(labels)), [group["scores"][name] for name in MERGES], color=colours, height=0.7)
+    ax.set_yticks(range(len(labels)), labels)
     _frame(ax, group)
-    ax.set_xlabel("right answers, mean of three tasks")
+    ax.set_xlabel("accuracy, mean of three tasks")
 
 
 def _kept(ax: Axes, group: dict[str, Any]) -> None:
-    series = (("the expert's task", GREEN), ("the base model's instructions", ORANGE))
+    series = (("accuracy on the expert's task", GREEN), ("instructions followed", ORANGE))
     for i, (label, colour) in enumerate(series):
         places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
-        values = [scores[i] for scores in group["scores"].values()]
-        bars = ax.barh(places, values, color=colour, height=0.34, label=label)
-        ax.bar_label(bars, list(map(_number, values)), padding=5, fontsize=9)
+        _bars(ax, places, [scores[i] for scores in group["scores"].values()], color=colour, height=0.34, label=label)
     ax.set_yticks(range(len(group["scores"])), list(group["scores"]))
     _frame(ax, group)
-    ax.set_xlabel("right answers")
+    ax.set_xlabel("share of the prompts")
+
+
+def _bars(ax: Axes, places: Sequence[float], scores: list[dict[str, Any]], **style: Any) -> None:
+    """Bars with their numbers, and with a line for the standard deviation where there is one."""
+    deviations = [score.get("deviation", np.nan) for score in scores]
+    lines = {"elinewidth": 1, "capsize": 3}
+    bars = ax.barh(places, [score["mean"] for score in scores], xerr=deviations, error_kw=lines, **style)
+    said = [
+        _number(score["mean"])
+        + (f" ± {_number(score['deviation'])}" if "deviation" in score else "")
+        + score.get("note", "")
+        for score in scores
+    ]
+    ax.bar_label(bars, said, padding=5, fontsize=9)
 
 
 def _frame(ax: Axes, group: dict[str, Any]) -> None:

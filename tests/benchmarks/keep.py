@@ -3,7 +3,7 @@
     python examples/quickstart.py --out quickstart
     python tests/benchmarks/keep.py quickstart/family
 
-Merges the expert for sums, with and without prompts of the base model in the two tasks that this expert has never
+Merges the expert for sums, with and without prompts for the base model in the two tasks that this expert has never
 seen, then two experts, with the base model's prompts in the third task. Prints a Markdown table.
 """
 

@@ -362,7 +362,7 @@ CHAT = json.dumps({"messages": [{"role": "user", "content": "abc"}]})
 DATA: Rows = [
     (
         lambda c: c.data("copy.jsonl", c.family.data[1].read_text()),
-        "give the same tokens: give each expert the data of its own task, because with equal data every ",
+        "hold the same prompts: give each expert prompts of its own task, because with equal data every ",
     ),
     (lambda c: c.data("a.jsonl", '{"text": " "}\n'), "'HERE/a.jsonl' has no usable row: all 1 are empty"),
     (lambda c: c.data(c.family.data[0], template="{text"), "is not a valid format string"),

@@ -100,7 +100,7 @@ def test_check_says_what_is_worth_knowing_and_all_that_is_wrong(llama: Family, w
     assert "as the model sees it" in said and "as the model sees it" not in quiet
     assert "Note: Merging in bfloat16" in said and "Note:" not in quiet
     size = sum(parameter.numel() for parameter in llama.model(0).parameters()) / 1e6
-    next_step = f"by slta; next: mergekit-yaml {recipe} ./merged\n"
+    next_step = f"with slta; next: mergekit-yaml {recipe} ./merged\n"
     assert f"Ready: merges 3 experts of {size:.3g} million parameters {next_step}" in said
     spaced = shutil.copy(recipe, recipe.with_name("my recipe.yml"))
     options = ["--transformers-cache", recipe.parent, "--trust-remote-code"]

@@ -97,8 +97,8 @@ def test_the_layers_of_another_merge_are_deleted_which_is_said(
     before = contents(tmp_path)
     solve(second, tmp_path)
     assert contents(tmp_path)["run.json"] != before["run.json"]
-    (said,) = [message for message in caplog.messages if message.startswith("Deleted layers of another merge")]
-    assert said.endswith(f") in {tmp_path}.")
+    (said,) = [message for message in caplog.messages if message.startswith("The layers of another merge")]
+    assert said.endswith(f") in {tmp_path} were deleted.")
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:

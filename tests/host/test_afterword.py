@@ -55,7 +55,7 @@ def test_featcal_says_how_far_its_features_are_from_each_models_own(
     pages = tmp_path / "pages"
     recipe = write_recipe(llama, "featcal", experts=(0,), keep={}, samples=2, report=str(pages))
     said, page, _ = said_after(run_yaml.main, recipe, tmp_path / "out")
-    assert re.search(r"0 is the model itself; lower is better\): expert0 \d\.\d\d, the base model \d\.\d\d\.$", said)
+    assert re.search(r"that model's prompts \(lower is better\): expert0 \d\.\d\d, the base model \d\.\d\d\.$", said)
     assert page == f"Report: {pages / 'featcal.html'}"
     text = (pages / "featcal.html").read_text()
     assert_self_contained(text)

@@ -19,8 +19,8 @@ def page() -> Page:
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
     assert page().verdict == [
-        "After the last layer the merged model's features are at a relative distance of 0.42 from those of math and "
-        "0.35 from those of code; the distance grows most in layer 2.",
+        "After the last layer, the merge's features are at a relative distance of 0.42 from math and 0.35 from code. "
+        "The distance grows most in layer 2.",
         ERRORS_MEANING,
     ]
 

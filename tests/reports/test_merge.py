@@ -50,8 +50,8 @@ def trio(first_pair: float, others: float = 0.05) -> Statistics:
 @pytest.mark.parametrize(
     ("power", "said"),
     [
-        (0.05, "These can be merged: weighted sums keep most of each expert's feature change."),
-        (0.5, "Both lose more than a quarter of the feature change: score the merge with mergekit-slta evaluate"),
+        (0.05, "Weighted sums keep most of each expert's feature change: score the merge"),
+        (0.5, "Both lose more than 0.25 of the feature change: score the merge with mergekit-slta evaluate"),
         (1.5, "Both lose most of the feature change: leave one of them out, or merge with featcal"),
     ],
 )
@@ -64,8 +64,8 @@ def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
 def test_the_verdict_names_the_pair_that_interferes_and_the_layers() -> None:
     measured = trio(0.9)
     pair = as_score(float(measured.select("math", "code").solve("layer").kept[0]))
-    said = f"math and code interfere most in layers 2-3: a merge of these two alone keeps {pair} and {pair}."
-    assert verdict(measured.solve("layer")).endswith(said)
+    alone = f"a merge of these two alone keeps {pair} and {pair} of their feature change."
+    assert verdict(measured.solve("layer")).endswith(f"math and code interfere most in layers 2-3: {alone}")
     assert "interfere" not in verdict(trio(0.05).solve("layer"))
     assert verdict(trio(1.5, 1.5).solve("layer")).startswith("All of them lose most of the feature change")
 
@@ -104,7 +104,7 @@ def test_the_page_needs_nothing_else_and_its_tables_hold_the_solution(level: str
     assert_self_contained(text)
     elements = Elements(text)
     said = " ".join(elements.text.split())
-    meaning = "A share of feature change is not accuracy: an expert of which little is kept may answer well"
+    meaning = "The share of the feature change says little about accuracy"
     assert 0 < said.index(verdict(solution)) < said.index(meaning) < said.index("Measurement")
     pictures = {f"{chart}-{level}.png" for chart in ("retained", "alpha") if level != "model"}
     images = [attributes for tag, attributes in elements.found if tag == "img"]
@@ -122,7 +122,9 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     """At the default level."""
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
     first, second, _ = report_page(statistics).verdict
-    assert first == "It can be merged: weighted sums keep most of its feature change."
+    assert (
+        first == "Weighted sums keep most of the expert's feature change: score the merge with mergekit-slta evaluate."
+    )
     assert second == "At level attn_mlp, the merge keeps 1.00 of math's feature change."
     assert report(statistics, tmp_path).is_file()
 
