@@ -242,10 +242,13 @@ class Experiment:
             return self.tokenizer(self.recipe.base)
         running = self.recipe.references if self.recipe.method.runs_experts else [self.recipe.base]
         ids = aligned.tokenizer.get_vocab()
+        tokens = {index: token for token, index in ids.items()}
         for model in running:
-            pairs = {*ids.items(), *aligned.original_vocabs.get(model, {}).items()}
-            same = len(pairs) == len({token for token, _ in pairs}) == len({index for _, index in pairs})
-            if not same or max(ids.values()) >= self.model(model).vocabulary:
+            added, moved = self.tokenizer(model).added_tokens_decoder, False
+            for token, index in aligned.original_vocabs.get(model, {}).items():
+                # A fine-tune may give a reserved token, which no text holds, another name, and train its embedding.
+                moved |= ids.get(token, index) != index or (index not in added and tokens.get(index, token) != token)
+            if moved or max(tokens) >= self.model(model).vocabulary:
                 return self.tokenizer(self.recipe.base)
         return aligned.tokenizer
 

@@ -43,6 +43,13 @@ def rename(folder: Path) -> None:
     file.write_text(file.read_text().replace('"d":', '"D":'))
 
 
+def name_reserved(folder: Path) -> None:
+    """The base model reserves the ids of the expert's markers for other added tokens."""
+    base = AutoTokenizer.from_pretrained(folder.parent / "base")
+    base.add_tokens(["<|reserved_0|>", "<|reserved_1|>"], special_tokens=True)
+    base.save_pretrained(folder.parent / "base")
+
+
 @pytest.mark.parametrize(
     ("changes", "moved", "whole"),
     [
@@ -54,6 +61,7 @@ def rename(folder: Path) -> None:
         # Rows of the tokenizer are those of other tokens in the base model.
         (lambda expert: {"tokenizer": {"source": expert}}, swap_ids, False),
         (lambda expert: {"tokenizer": {"source": expert}}, rename, False),
+        (lambda expert: {"tokenizer": {"source": expert}}, name_reserved, True),
     ],
 )
 @pytest.mark.parametrize("method", ["slta", "featcal"])
