@@ -133,9 +133,11 @@ def line_chart(
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 y = np.clip(line.y, lowest, math.inf)
                 ax.plot(line.x, y, color=colour, marker=marker, label=_short(line.label))
-                for point, note in enumerate(line.notes):  # in turns above and below: neighbours may be near
-                    place = (4, -11 if point % 2 else 3)
-                    ax.annotate(note, (line.x[point], y[point]), xytext=place, textcoords="offset points", fontsize=8)
+                for point, note in enumerate(line.notes):  # in turns on both sides: neighbours may be near
+                    place, side = ((-4, -11), "right") if point % 2 else ((4, 3), "left")
+                    ax.annotate(
+                        note, (line.x[point], y[point]), xytext=place, textcoords="offset points", fontsize=8, ha=side
+                    )
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
@@ -195,7 +197,7 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
             ax.errorbar(bars.values, places, xerr=bars.deviations, fmt=marker, color=colour, label=label, **whisker)
             for place, value, deviation in zip(places, bars.values, bars.deviations, strict=True):
                 if math.isfinite(value):
-                    said = f"{plain_number(value)} ± {plain_number(deviation)}"
+                    said = f"{plain_number(value, '.2g')} ± {plain_number(deviation, '.2g')}"
                     end = value + deviation, place
                     ax.annotate(said, end, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
         ax.margins(x=0.45)  # room for the numbers

@@ -54,7 +54,7 @@ _FORMS = {
         "solves every linear map, so that it does what each model does on that model's prompts", _SAMPLES + _REPORT
     ),
     "slta": _Form(
-        "solves merging weights from prompts (featcal gives more right answers)",
+        "solves merging weights from prompts (featcal is more accurate)",
         _LEVEL + _SAMPLES + _STATISTICS + _REPORT,
     ),
     "actmat": _Form(

@@ -209,7 +209,9 @@ def _retained_chart(solution: Solution) -> Chart:
         name=f"retained-{solution.level}",
         title="Share kept of each expert's feature change",
         caption="On each expert's own prompts. A thin line marks 0.5. Shares below −1 are drawn at −1.",
-        picture=line_chart(panels, x_label="decoder layer", y_label="share kept", lowest=-1.0, lines_at=[LOSES_MOST]),
+        picture=line_chart(
+            panels, x_label="decoder layer", y_label="share of the change", lowest=-1.0, lines_at=[LOSES_MOST]
+        ),
         table=_table(solution, [map(as_score, row) for row in retained.tolist()]),
     )
 

@@ -1,4 +1,4 @@
-"""Right answers on the quickstart's family with several draws of the calibration prompts, as JSON.
+"""Accuracy on the quickstart's family with several draws of the calibration prompts, as JSON.
 
     python tests/benchmarks/draws.py
 

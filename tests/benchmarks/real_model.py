@@ -207,7 +207,7 @@ def _by_prompts(tables: Sequence[Table]) -> Figure:
         name: {count: [table[label]["exact match"] for table in tables] for count, label in labels.items()}
         for name, labels in lines.items()
     }
-    picture = _chart(series, "calibration prompts per task", "right answers")
+    picture = _chart(series, "calibration prompts per task", "accuracy")
     ax = picture.axes[0]
     ax.set_xscale("log")
     ax.set_xticks(PROMPTS, list(map(str, PROMPTS)))
@@ -222,7 +222,7 @@ def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Figure:
         label: {count: [table[label]["exact match"] for table in tables] for count, tables in measured.items()}
         for label in labels
     }
-    return _chart(series, "experts", "right answers")
+    return _chart(series, "number of experts", "accuracy")
 
 
 def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Figure:
@@ -232,7 +232,10 @@ def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_
         return next((i for i, method in enumerate(FIRST_DRAWN) if label.startswith(method)), len(FIRST_DRAWN))
 
     series = {label: series[label] for label in sorted(series, key=place)}
-    lines = [Line(label, list(own), list(map(statistics.mean, own.values()))) for label, own in series.items()]
+    lines = [
+        Line("base model" if label == "base" else label, list(own), list(map(statistics.mean, own.values())))
+        for label, own in series.items()
+    ]
     picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label)
     ax = picture.axes[0]
     for line, curve, own in zip(lines, ax.lines, series.values(), strict=True):

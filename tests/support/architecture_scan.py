@@ -61,8 +61,9 @@ KINDS = {
 }
 # What the reasons of a model type say, apart from the names of its own classes and layers.
 FALLBACK = re.compile(r"Level (\w+) falls back to level (\w+) in layers? .+? \(\w+\): (.+)")
-MIXER = re.compile(r"it mixes tokens by \w+, which")
-FEATCAL = "`featcal` leaves most linear maps as `actmat` merges them"
+NO_HEADS = "it mixes tokens without known attention heads, as Mamba does"
+MIXER = re.compile(r"it mixes tokens by .+ heads")
+FEATCAL = "`featcal` gives most linear maps the values of `actmat`"
 LARGEST = 100  # million parameters of a model that is merged
 PROCESSES = 2
 
@@ -412,21 +413,20 @@ def page(rows: list[Row]) -> str:
     lines = [
         "# Architectures",
         "",
-        "This page lists the models that can be merged; find yours by the `model_type` in its `config.json`. "
-        "`python tests/support/architecture_scan.py` wrote it, in "
-        f"{sum(row.seconds for row in rows) / 60:.0f} minutes on one core, from every type that transformers "
-        f"{transformers.__version__} registers for causal language modeling, or for generating text from images and "
-        "text. Of each type, a small base model and two experts with random weights were merged and written. "
-        "transformers loaded every tensor of the merge, and each was compared with a reference: the same merge, "
-        "computed with whole models in memory instead of layer by layer.",
+        "This page lists the models that can be merged; find yours by the `model_type` in its `config.json`. It covers "
+        f"every decoder-only type that transformers {transformers.__version__} registers for causal language modeling, "
+        "or for generating text from images and text. Of each type, a small base model and two experts with random "
+        "parameters were merged, transformers loaded the result, and every tensor was compared with the same merge, "
+        "computed with whole models in memory. `python tests/support/architecture_scan.py` does all of this, in "
+        f"{sum(row.seconds for row in rows) / 60:.0f} minutes on one core, and writes this page.",
         "",
         *_counts(decoders),
         "",
-        "In part: `slta` measures some layers at the next coarser level, or `featcal` leaves most linear maps as "
-        "`actmat` merges them. The log, `mergekit-slta check` and the statistics say so.",
+        "In part means: in some layers, `slta` takes the next larger blocks, or `featcal` gives most linear maps the "
+        "values that `actmat` would give them. The log, `mergekit-slta check` and the statistics say so.",
         "",
         "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
-        "4, Qwen3-VL, Qwen3.5 and its mixture, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
+        "4, Qwen3-VL, Qwen3.5 and its MoE version, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
         "to adapt Mamba's `out_proj` and `conv1d`, and the projections in Gemma 4's towers for images and audio. A "
         "short name such as `q_proj` in an adapter's `target_modules` also matches the projections in those towers, so "
         "write the full names of the modules to adapt.",
@@ -440,14 +440,15 @@ def page(rows: list[Row]) -> str:
         "",
         "## What works in part or not at all",
         "",
-        "`head_mlp` → `attn_mlp`: some layers are measured at the coarser level.",
+        "An arrow such as `head_mlp` → `attn_mlp` means: some layers cannot be split at the first level and take the "
+        "blocks of the second. A type may stand in two rows, for different layers.",
         "",
         "| model types | what | why |",
         "|---|---|---|",
         *_exceptions([row for of_kind in decoders.values() for row in of_kind]),
         "",
-        "Registered in transformers, but not decoder-only language models, and therefore not tried: "
-        f"{', '.join(others)}.",
+        f"The other {len(others)} types that transformers registers there are not decoder-only language models, and "
+        "were not tried.",
         "",
         "Next: [the glossary](glossary.md).",
     ]
@@ -463,8 +464,8 @@ def _counts(decoders: dict[str, list[Row]]) -> Iterator[str]:
         for rows in decoders.values():
             marks = [row.works.get(column) for row in rows]
             cell = f"{marks.count(MERGED) + marks.count(IN_PART)} of {len(rows)}"
-            cell += f", {count} in part" if (count := marks.count(IN_PART)) else ""
-            cell += f", {count} more traced" if (count := marks.count(TRACED)) else ""
+            cell += f" ({count} of them in part)" if (count := marks.count(IN_PART)) else ""
+            cell += f" ({count} more traced)" if (count := marks.count(TRACED)) else ""
             cells.append(cell)
         yield f"| {'`slta`, ' * (column in LEVELS)}`{column}` | {' | '.join(cells)} |"
 
@@ -475,14 +476,14 @@ def _exceptions(rows: list[Row]) -> Iterator[str]:
     for row in rows:
         levels: dict[tuple[str, str], list[str]] = {}
         for reason in dict.fromkeys(row.reasons):
-            why = MIXER.sub("it mixes tokens by a module that", reason.replace(row.architecture, "the model"))
+            why = MIXER.sub(NO_HEADS, reason.replace(row.architecture, "the model"))
             if fallback := FALLBACK.fullmatch(why):
                 levels.setdefault((fallback[2], fallback[3]), []).append(f"`{fallback[1]}`")
                 continue
             what = "only `actmat` and `sftm`" if row.works.get("actmat") == MERGED else "nothing"
             if FEATCAL in why:
-                what, why = FEATCAL, "these are maps " + ", or maps ".join(re.findall(r"\((.+?)\)", why))
-            why = re.sub(r" \(.*\)|, so no level applies.*|: change or complete.*", "", why)
+                what, why = FEATCAL, "maps " + ", or maps ".join(re.findall(r"\((.+?)\)", why))
+            why = re.sub(r" \(.*\)|, (?:so slta and featcal|as slta) .*|: change or complete.*", "", why)
             types.setdefault((what, why), []).append(row.model_type)
         for (coarser, why), finer in levels.items():
             types.setdefault((f"{', '.join(finer)} → `{coarser}`", why), []).append(row.model_type)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import actmat_reference, families, sftm_reference
 from support.copies import edited
 from support.families import Family
-from support.rounding import rounding
+from support.rounding import WIDEST, rounding
 
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.roles import Role
@@ -53,7 +53,8 @@ def wrong_tensors(found: State, expected: Callable[[str], torch.Tensor], names: 
 
     def wrong(tensor: torch.Tensor, wanted: torch.Tensor) -> bool:
         largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-        return not torch.allclose(tensor.double(), wanted, rtol=0, atol=rounding() * largest)
+        terms = max(WIDEST, *wanted.shape[-2:])  # of the longest sums that a solution of the matrix needs
+        return not torch.allclose(tensor.double(), wanted, rtol=0, atol=rounding(terms=terms) * largest)
 
     return [name for name, tensor in found.items() if wrong(tensor, expected(name).double())]
 
