@@ -53,7 +53,7 @@ def wrong_tensors(found: State, expected: Callable[[str], torch.Tensor], names: 
 
     def wrong(tensor: torch.Tensor, wanted: torch.Tensor) -> bool:
         largest = float(wanted.abs().max()) if wanted.numel() else 0.0
-        terms = max(WIDEST, *wanted.shape[-2:])  # of the longest sums that a solution of the matrix needs
+        terms = max([WIDEST, *wanted.shape[-2:]])  # of the longest sums that a solution of the matrix needs
         return not torch.allclose(tensor.double(), wanted, rtol=0, atol=rounding(terms=terms) * largest)
 
     return [name for name, tensor in found.items() if wrong(tensor, expected(name).double())]
