@@ -41,7 +41,7 @@ def linearity_page(result: Linearity) -> Page:
     experts = short_names(result.experts)
     single = {short: [name] for short, name in zip(experts, result.experts, strict=True)}
     sizes = [size for size in SETTINGS_OF if _merges(result, size)]
-    score = f"Like Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}prompts and blocks."
+    score = f"As in Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}prompts and blocks."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
         verdict=[verdict(result), SCORES_MEANING],
@@ -62,7 +62,7 @@ def verdict(result: Linearity) -> str:
     if bent := [names[expert] for expert, mean in scores.items() if mean > MOST_SCORE]:
         fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
         advice = (
-            f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to the weights: "
+            f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to them: "
             f"leave {them} out, or merge with featcal, which does not need this."
         )
     else:
@@ -78,7 +78,7 @@ def verdict(result: Linearity) -> str:
     pair = enumerated([names[expert] for expert in result.members[worst]])
     return (
         f"{advice} The changes of {pair} add up least: their projection distance is {as_score(distances[worst])}, "
-        "where 0 means that both together change what each changes alone."
+        "where 0 means that the changes add up exactly."
     )
 
 
@@ -99,13 +99,13 @@ def _merges(result: Linearity, size: int) -> list[str]:
 def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
     settings = f"{BARS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
     distance = (
-        "Like Figures 1b and 3 of the paper (Eq. 8): the share by which a merge's feature change, projected onto the "
-        f"weighted sum of the experts' changes, is longer or shorter than that sum. At 0 they add up. {settings}."
+        "As in Figures 1b and 3 of the paper (Eq. 8): by what share a merge's feature change is longer or shorter than "
+        f"the weighted sum of the experts' changes, in the direction of that sum. At 0 the changes add up. {settings}."
     )
     cosine = (
-        "Like Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
-        "experts' changes (Eq. 16), and of the experts' changes with each other (Eq. 17). The "
-        f"changes of a merge that is well below them add up. {settings}, or over prompts."
+        "As in Figure 4 of the paper: 1 − cosine similarity of a merge's feature change and the weighted sum of the "
+        "experts' changes (Eq. 16), and of the experts' changes with each other (Eq. 17). Where the merge's value is "
+        f"far below the experts', the changes add up. {settings}, or over prompts."
     )
     merges = {f"{size} experts": _merges(result, size) for size in sizes}
     cosines = {"cosine_merge": ", their merge and sum", "cosine_base": ", with each other"}
@@ -156,7 +156,7 @@ def _distance_map(result: Linearity) -> Chart:
     return Chart(
         name="distances",
         title=f"Distances on the way to {short}",
-        caption="Like Figure 6 of the paper, for the least linear expert, mean over prompts: the distance between the "
+        caption="As in Figure 6 of the paper, for the least linear expert, mean over prompts: the distance between the "
         "features at two points on the way from the base model to the expert. If features change linearly, the stripes "
         "along the diagonal are even.",
         picture=heat_map(
