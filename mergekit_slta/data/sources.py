@@ -105,7 +105,7 @@ class CalibrationSource:
     max_tokens: int
     seed: int
 
-    def draw(self, samples: int, used: CalibrationData | None = None) -> CalibrationData:
+    def draw(self, samples: int, used: Sequence[CalibrationData] = (), quiet: bool = False) -> CalibrationData:
         """Draw samples: records in the seed's order, without the empty and the unfit ones, until there are enough.
 
         What is skipped, left out or cut is logged as a warning, in a sentence each; so is a lack of records.
@@ -115,6 +115,7 @@ class CalibrationSource:
             used: samples drawn before; records with the same tokens as one of them are left out, and none may be
                 left; so are those whose answer lies beyond ``max_tokens``, if others are left. If they are of this
                 source, nothing is said of the others.
+            quiet: say nothing at all.
 
         Raises:
             SltaError: the source cannot be read, or no record is usable.
@@ -124,7 +125,7 @@ class CalibrationSource:
         source = f"Calibration source {self.source!r}"
         # Fields that no record has are refused before each one is looked at.
         record_text(dict.fromkeys(fields), self.template, where=source, render_chat=self._render_chat)
-        repeated = set(used.token_ids) if used else set()
+        repeated = {row for data in used for row in data.token_ids}
         drawn: list[_Sample] = []
         empty, unfit = 0, list[str]()
         for index in random.Random(self.seed).sample(range(len(records)), len(records)):
@@ -141,8 +142,8 @@ class CalibrationSource:
                 empty += 1
             elif row not in repeated:
                 drawn.append(_Sample(index, row, answer, text))
-        again = used is not None and used.source == self.source
-        if not drawn and (used is None or (unfit and not again)):
+        again = quiet or any(data.source == self.source for data in used)
+        if not drawn and (not used or (unfit and not again)):
             all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
             none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
             raise SltaError(f"{source} has no usable row: {none_fits if unfit else all_empty}")
@@ -150,7 +151,7 @@ class CalibrationSource:
             LOG.warning("%s: %s", source, sentence)
         if used:
             drawn = [s for s in drawn if not s.answer or s.answer[0] < self.max_tokens] or drawn
-        if 0 < len(drawn) < samples:
+        if 0 < len(drawn) < samples and not quiet:
             which = "prompts that calibration did not use" if used else "prompts that 'samples' sets"
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
         return CalibrationData(
@@ -159,19 +160,21 @@ class CalibrationSource:
             tuple(sample.row for sample in drawn),
             tuple(sample.record for sample in drawn),
             tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
-            self._example(drawn[0]) if drawn else "",
+            self._example(drawn) if drawn else "",
         )
 
-    def _example(self, sample: _Sample) -> str:
+    def _example(self, drawn: list[_Sample]) -> str:
         def shown(begin: int, end: int) -> str:
             text = str(self.tokenizer.decode([*sample.row[begin:end]], clean_up_tokenization_spaces=False))
             return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
 
+        sample, known = drawn[0], sum(sample.answer is not None for sample in drawn)
+        some = f" An answer is known for {known} of {len(drawn)} prompts." if 0 < known < len(drawn) else ""
         answer, length = sample.answer, len(sample.row)
         sees = f"Row {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
         if not answer:
-            return f"{sees}; no answer is known."
-        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < length else 'lies beyond max_tokens'}."
+            return f"{sees}; no answer is known.{some}"
+        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < length else 'lies beyond max_tokens'}.{some}"
 
     def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
         """What the prompts lack of the rows, a sentence each."""
@@ -179,6 +182,8 @@ class CalibrationSource:
             yield f"skipped {counted(empty, 'empty row')}."
         if unfit:
             yield f"skipped {counted(len(unfit), 'row')}, the first because {unfit[0]}"
+        if copies := len(drawn) - len({sample.row for sample in drawn}):
+            yield f"{copies} of {len(drawn)} prompts have the same {self.max_tokens} tokens as another: remove copies."
         left_out = Counter(("the chat template", part) for sample in drawn for part in sample.text.left_out)
         left_out.update(("calibration", f"the field {name!r}") for sample in drawn for name in sample.text.unread)
         for (who, part), count in left_out.items():
@@ -317,7 +322,7 @@ def _read_file(source: str) -> Sequence[Record]:
         )
     if not os.path.exists(path):
         raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
-    with reading(f"Calibration file {source!r}", fix="save it again, its text as UTF-8"):
+    with reading(f"Calibration file {source!r}", fix="correct it, and save it as UTF-8"):
         return READERS[extension](path)
 
 
@@ -331,8 +336,8 @@ def _read_json(path: str) -> list[Record]:
         records = json.loads(text)
     else:
         records = [_json_in(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not all(isinstance(record, dict) for record in records):
-        raise ValueError("it must hold JSON objects: one per line, or a list of them")
+    if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
+        raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one on each line or in a list")
     return records
 
 

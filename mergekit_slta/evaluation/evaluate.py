@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -16,8 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from mergekit_slta.data.records import Span
 from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model
+from mergekit_slta.files import RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, short_names
 from mergekit_slta.words import as_score, enumerated
 
@@ -173,7 +175,10 @@ class Comparison(Paragraphs):
             )
             if keep.scores[BASE].kept is None:
                 yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
-        experts = {name: task for name, task in self.tasks.items() if name != KEEP}
+        tasks = self.tasks
+        experts = {name: task for name, task in tasks.items() if name != KEEP}
+        if long := [name for name, task in tasks.items() if task.known and not task.answers]:
+            yield f"No accuracy on {', '.join(long)}: all answers have more than {SHORT_ANSWER} tokens."
         if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
             yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."
         answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
@@ -222,13 +227,19 @@ def evaluate(
     folders = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in listed))
     if not folders:
         raise SltaError("'merged' names no model: give the folders of one or more merged models.")
+    if not any(task.calibration for task in experiment.recipe.tasks):
+        raise SltaError(
+            "The recipe names no prompts: name one of the same models that has a 'calibration' for each expert, such "
+            "as a recipe for featcal."
+        )
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
     count = whole_number("samples", samples)
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, KEEP], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
-    groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count))}
+    recipes = [*_calibrated(folders)]
+    groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count, recipes))}
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")
     names = [BASE, *map(_expert, titles)]
@@ -258,9 +269,18 @@ def evaluate(
     return Comparison(compared, tuple(title for title in tasks if title not in groups))
 
 
-def _held_out(experiment: Experiment, task: Task, samples: int) -> Group:
+def _calibrated(folders: Iterable[Path]) -> Iterator[Recipe]:
+    """The recipes of the merges that used prompts, which may be others than the given recipe's."""
+    for folder in folders:
+        with contextlib.suppress(SltaError):  # without a recipe, or one of another program
+            recipe = Recipe.load(folder / RECIPE_OF_MERGE)
+            if recipe.method.runs_models:
+                yield recipe
+
+
+def _held_out(experiment: Experiment, task: Task, samples: int, recipes: Sequence[Recipe]) -> Group:
     """A task's held-out records of which anything can be predicted."""
-    data = experiment.held_out(task, samples)
+    data = experiment.held_out(task, samples, recipes)
     return [_sample(row, answer) for row, answer in zip(data.token_ids, data.answers, strict=True) if len(row) > 1]
 
 

@@ -30,7 +30,7 @@ from mergekit_slta.models.architecture import adapt_loaders, architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.recipe.recipe import EQUAL_DATA, RecipeOrFile, Task, loaded, plain_values
+from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -259,18 +259,32 @@ class Experiment:
             self.drawn[key] = self._source(task, task.calibration).draw(key[1])
         return self.drawn[key]
 
-    def held_out(self, task: Task, count: int) -> CalibrationData:
-        """``count`` records of the task that are no calibration samples: of its ``evaluation`` source if it has one."""
-        return self._source(task, task.evaluation or task.calibration).draw(count, self.samples(task))
+    def held_out(self, task: Task, count: int, merges: Sequence[Recipe] = ()) -> CalibrationData:
+        """``count`` records of the task that are no calibration samples, of the recipe or of those of other merges.
 
-    def _source(self, task: Task, source: str) -> CalibrationSource:
+        They are of the task's ``evaluation`` source if it has one.
+        """
+        used = [self.samples(task)]
+        for recipe in merges:
+            for other in recipe.tasks:
+                if other.calibration in (task.calibration, task.evaluation) and other.calibration:
+                    source = self._source(task, other.calibration, recipe.settings_of(CalibrationSettings).seed)
+                    used.append(source.draw(other.samples, quiet=True))
+        return self._source(task, task.evaluation or task.calibration).draw(count, used)
+
+    def _source(self, task: Task, source: str, seed: int | None = None) -> CalibrationSource:
         if self.quiet and is_dataset(source):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()
         template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
         return CalibrationSource(
-            source, task.template, self.samples_tokenizer, template_of, settings.max_tokens, settings.seed
+            source,
+            task.template,
+            self.samples_tokenizer,
+            template_of,
+            settings.max_tokens,
+            settings.seed if seed is None else seed,
         )
 
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:

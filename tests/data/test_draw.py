@@ -40,7 +40,7 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokeni
 def hold_out(
     source: str, tokenizer: PreTrainedTokenizerBase, used: CalibrationData, samples: int, **settings: Any
 ) -> CalibrationData:
-    return source_of(source, tokenizer, **settings).draw(samples, used)
+    return source_of(source, tokenizer, **settings).draw(samples, [used])
 
 
 def test_text_gets_special_tokens_and_keeps_its_beginning(
@@ -260,6 +260,18 @@ def test_an_example_shows_a_sample_as_the_model_sees_it(
     assert example.endswith("'<s>aba'; its answer lies beyond max_tokens.")
     source = write_jsonl(tmp_path / "b.jsonl", [{"text": "ab"}])
     assert load(source, plain_tokenizer).example.endswith("'<s>ab</s>'; no answer is known.")
+    pairs = [{"question": "a", "answer": answer} for answer in ("b", None, "c")]
+    example = load(write_jsonl(tmp_path / "c.jsonl", pairs), plain_tokenizer).example
+    assert example.endswith(" An answer is known for 2 of 3 prompts.")
+
+
+def test_copies_are_counted(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a row, or of a beginning that is as long as ``max_tokens``."""
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("abcd", "abcde", "b", "b")])
+    assert len(load(source, plain_tokenizer, samples=4, max_tokens=3).token_ids) == 4
+    assert "2 of 4 prompts have the same 3 tokens as another: remove copies." in caplog.text
 
 
 @pytest.mark.parametrize("texts", [[CHARACTERS[i] if i % 4 else "" for i in range(26)], ["a", "b", "c", "d"] * 3])

@@ -222,6 +222,7 @@ def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> Non
     found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, form=1.0))})
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 0.50 0.50" in [" ".join(line.split()) for line in str(found).splitlines()]
+    assert "No accuracy on math: all answers have more than 32 tokens." in str(found)
     assert "Accuracy" not in str(found) and str(found).split("\n\n")[1].startswith("All answers of all models have")
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
@@ -236,6 +237,24 @@ def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paire
     del own["base_model"]
     with pytest.raises(SltaError, match="no base_model"):
         evaluate(Recipe.parse(json.dumps(own), "linear.yml"), paired.base, quiet=True)
+
+
+def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(paired: Family, tmp_path: Path) -> None:
+    """With other numbers of prompts or another seed, merges of one recipe use other prompts of the same files."""
+    settings: list[dict[str, Any]] = [{"samples": SAMPLES}, {"samples": SAMPLES + 1}, {"samples": SAMPLES, "seed": 1}]
+    contents = [families.recipe(paired, max_tokens=24, **own) for own in settings]
+    merged = []
+    for number, content in enumerate(contents):
+        merged.append(tmp_path / str(number))
+        run("merge", families.write_recipe(tmp_path / f"{number}.yml", content), merged[-1], "--quiet")
+    tasks = evaluate(tmp_path / "0.yml", merged, samples=RECORDS, quiet=True).tasks
+    for index, task in enumerate(families.experiment(contents[0]).recipe.experts):
+        used = {
+            row
+            for own in contents
+            for row in families.experiment(own).samples(task, own["parameters"]["samples"]).records
+        }
+        assert len(used) > SAMPLES and tasks[f"expert{index}"].records == RECORDS - len(used)
 
 
 def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> None:
@@ -281,7 +300,7 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
 def test_no_folder_and_no_records_are_refused(paired: Family) -> None:
     with pytest.raises(SltaError, match="'merged' names no model"):
         evaluate(recipe_of(paired), [], quiet=True)
-    with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
+    with pytest.raises(SltaError, match="The recipe names no prompts"):
         evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
 
 
