@@ -53,7 +53,7 @@ def main() -> None:
 
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
-    each expert. `linearity` measures whether half of an expert's change has half of its effect.
+    each expert. `linearity` measures how evenly an expert's effect grows with its weight.
     """
 
 
@@ -118,8 +118,8 @@ def check(recipe: Path, **options: Any) -> None:
     """Find everything that is wrong with RECIPE, before anything large is downloaded or computed.
 
     The command checks the recipe, then models, data and disk. It reads configurations, the headers of the model files
-    (from the Hub, for models there) and calibration data, and prints the download, the disk space and the memory that
-    the merge needs. The exit code is 1 if something is wrong.
+    (from the Hub, for models there) and calibration data in local files. It prints the download, the disk space and
+    the memory that the merge needs. The exit code is 1 if something is wrong.
     """
     from mergekit_slta.checks import examine
 
@@ -182,7 +182,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option(
     "--bootstrap", type=click.IntRange(min=2), metavar="R", help="Print standard errors, from R draws of the prompts."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the solution as JSON; '-' for standard output.")
+@numbers_file
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
 @click.option(
     "--model", "paths", multiple=True, metavar="NAME=PATH", help="The path or Hub id of model NAME, for --recipe."
@@ -217,6 +217,8 @@ def solve(
     from mergekit_slta.slta.statistics import Statistics
 
     torch.set_num_threads(1)  # fastest for many tiny matrices
+    if recipe_file and Path(recipe_file).exists() and not Path(recipe_file).read_bytes().startswith(b"# Written by"):
+        raise SltaError(f"{recipe_file} is a file that this command has not written: name another one.")
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
     chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
@@ -273,8 +275,8 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     The first table has each model's accuracy, by task and on average, the best model first: the share of answers of at
     most 32 tokens that the model gives exactly, with greedy decoding. "lost" counts the answers that the task's expert
     gives and the model does not, "gained" the reverse. On the base model's prompts, models are compared with the base
-    model instead of an expert. If all answers of a task are valid JSON, or all have a closing </think> or an end token,
-    a table shows what share of each model's answers does.
+    model instead of an expert. If all correct answers of a task have the same form (valid JSON, a closing </think>, an
+    end token), a table shows what share of each model's answers has it.
 
     Two more tables cover answers of any length. The first rates the likelihood of the answers: 1 is as good as the
     task's expert, 0 as the base model. The second has the negative log-likelihood per token of the answers (lower is
@@ -292,7 +294,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     _show(found, found.to_json, json_file)
 
 
-@main.command(cls=ModelCommand, short_help="Measure whether half of an expert's change has half of its effect.")
+@main.command(cls=ModelCommand, short_help="Measure how evenly an expert's effect grows with its weight.")
 @recipe_path
 @output_folder
 @measured_levels("model, layer, attn_mlp")
@@ -302,7 +304,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 def linearity(
     recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
-    """Before a merge, measure whether half of the change that each of RECIPE's experts makes has half of its effect.
+    """Before a merge, measure how evenly the effect of each of RECIPE's experts grows with its merging weight.
 
     The command writes linearity.json and a page with figures (linearity.html) into DIR. They show how unevenly an
     expert's effect on the model's blocks grows with its weight (the non-linearity score of arXiv 2504.10902), and how
@@ -356,7 +358,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     """Check RECIPE, then merge its models into the folder OUT, as mergekit-yaml does.
 
     Use this command where Python's start-up files are disabled: mergekit-yaml does not know this plugin's methods
-    there. It takes all options of mergekit-yaml. Under torchrun, all processes calibrate and the first one merges.
+    there. It takes all options of mergekit-yaml. Under torchrun, the processes share the calibration, and the first
+    one merges.
     """
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.host.run import merge as merge_models

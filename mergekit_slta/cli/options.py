@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
@@ -90,8 +91,19 @@ trusted_code = click.option(
 )
 download_folder = click.option("--transformers-cache", help="The folder for downloaded files.")
 quiet = click.option("--quiet/--no-quiet", default=False, help="Print no table and no progress bars.")
+
+
+def _json_file(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
+    if name not in (None, "-") and Path(name).suffix != ".json":
+        raise SltaError(f"{name} does not end in .json: name another file.")  # a recipe, say, would be lost
+    return name
+
+
 numbers_file = click.option(
-    "--json", "json_file", metavar="FILE", help="Write the numbers as JSON; '-' for standard output."
+    *("--json", "json_file"),
+    metavar="FILE",
+    callback=_json_file,
+    help="Write the numbers as JSON to FILE.json; '-' for standard output.",
 )
 
 

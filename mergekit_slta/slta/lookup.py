@@ -181,6 +181,12 @@ def _matched(experiment: Experiment, path: Path, levels: Sequence[str]) -> Stati
     require_calibration(recipe, statistics=True)
     given = all(task.calibration for task in recipe.tasks)
     data = experiment.load_data(recipe.tasks) if given else [None] * len(recipe.tasks)
+    set_there, info = recipe.config.parameters or {}, stored.info
+    values = {name: getattr(info, name) for name in ("samples", "max_tokens", "seed")}
+    if not given and (
+        other := [f"{name} {value}" for name, value in values.items() if set_there.get(name, value) != value]
+    ):
+        LOG.warning("%s was measured with %s, which hold instead of the recipe's.", path, " and ".join(other))
     base, experts = model_contents(experiment)
     order = match(stored.info, path, experiment, base, experts, data, levels)
     for fallback in stored.info.fallbacks:

@@ -543,12 +543,12 @@ class Solution(Paragraphs):
             )
             lines.append(
                 f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
-                f"{int((task == index).sum())} prompts, sha256 {info.calibration[index].sha256}."
+                f"{int((task == index).sum())} prompts, sha256 of all measured {info.calibration[index].sha256}."
             )
         if info.keep is not None:
             lines.append(
                 f"The merge keeps {as_score(self.base_kept)} of the base model on "
                 f"{int((task == len(info.models)).sum())} prompts of its own, with weight {self.keep_weight:g}; "
-                f"sha256 {info.keep.sha256}."
+                f"sha256 of all measured {info.keep.sha256}."
             )
         return lines

@@ -110,6 +110,8 @@ def read_statistics(path: Path) -> Measured:
         if path.is_dir() or path.match(STATISTICS_OF_MERGE):
             missing += " Only slta writes statistics into the merged folder; a recipe of featcal has 'report: FOLDER'."
         raise SltaError(missing)
+    if path.suffix in (".yml", ".yaml"):
+        raise SltaError(f"{path} is a recipe, and no statistics file: measure it with 'mergekit-slta calibrate'.")
     as_file = "cannot be read as a safetensors file", "download it or measure again"
     with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}

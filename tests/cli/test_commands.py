@@ -253,6 +253,18 @@ def test_solve_refuses_in_words(
     assert not list(tmp_path.iterdir())
 
 
+def test_no_file_of_others_is_overwritten(llama: Family, stats: Path, tmp_path: Path) -> None:
+    mine, base = tmp_path / "mine.yml", ("--model", f"base={llama.base}")
+    mine.write_text("merge_method: featcal\n")
+    for _ in range(2):
+        run("solve", stats, "--recipe", tmp_path / "plain.yml", *base, "--quiet")
+    assert "has not written: name another one" in run("solve", stats, "--recipe", mine, *base, code=1).output
+    assert f"{mine} does not end in .json" in run("solve", stats, "--json", mine, code=1).output
+    assert f"{mine} does not end in .json" in run("evaluate", mine, tmp_path, "--json", mine, code=1).output
+    assert f"{mine} is a recipe, and no statistics file" in run("solve", mine, code=1).output
+    assert mine.read_text() == "merge_method: featcal\n"
+
+
 # Statistics on the Hub
 
 

@@ -121,13 +121,16 @@ def test_the_file_says_what_was_measured_and_holds_no_path_and_no_user_name(tmp_
 # A file that exists
 
 
-def test_a_file_that_fits_is_used_and_not_touched(no_measuring: None, llama: Family, path: Path) -> None:
+def test_a_file_that_fits_is_used_and_not_touched(
+    no_measuring: None, llama: Family, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whatever the settings of the solution, and of data that are not named."""
     before = path.stat()
     for arguments in ({"balance": False, "ridge": 0.5}, {"calibration": False, "samples": 30, "seed": 9}):
         assert same(measured(recipe(llama, **arguments), path), Statistics.load(path))
     assert path.stat().st_mtime_ns == before.st_mtime_ns
     assert path.stat().st_ino == before.st_ino
+    assert caplog.messages == [f"{path} was measured with samples 5 and seed 3, which hold instead of the recipe's."]
 
 
 def test_a_subset_equals_what_it_alone_measures(llama: Family, path: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from mergekit_slta.cli.commands import main
-from mergekit_slta.cli.options import MODEL_OPTIONS, ModelCommand, mergekit_options
+from mergekit_slta.cli.options import MODEL_OPTIONS, ModelCommand
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
 INTRODUCTION = """\
@@ -35,20 +35,13 @@ def commands_page() -> str:
         if own := [option for option in command.params if isinstance(option, click.Option)]:
             parts.append(_table(own))
         if name == "merge":
-            parts.append(
-                "Also the [options for models](#options-for-models) and the [options of mergekit-yaml]"
-                "(#options-of-mergekit-yaml)."
-            )
+            parts.append("Also the [options for models](#options-for-models), and those of `mergekit-yaml --help`.")
         elif isinstance(command, ModelCommand):
             parts.append("Also the [options for models](#options-for-models).")
-    names = {option.name for option in MODEL_OPTIONS}
     parts += [
         "## Options for models",
         "mergekit's own options, which say where to compute and how to get models.",
         _table(MODEL_OPTIONS),
-        "## Options of mergekit-yaml",
-        "mergekit's other options, which `merge` takes too.",
-        _table(option for option in mergekit_options() if option.name not in names),
     ]
     return "\n\n".join([*parts, "Next: [after the merge](after-the-merge.md).\n"])
 
