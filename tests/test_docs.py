@@ -81,6 +81,15 @@ def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameter
             assert set(content) <= PARAMETERS
 
 
+def test_the_messages_in_troubleshooting_exist() -> None:
+    """The parts between what varies, in the code's strings, whatever its lines."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "mergekit_slta").rglob("*.py")))
+    strings = re.sub(r'"\s+f?"', "", sources)
+    for row in re.findall(r"^\| `+(.+?)`+ \|", TEXTS["troubleshooting.md"], re.MULTILINE):
+        for part in re.split(r"[…'(){}:]+", row):
+            assert part.strip(" :;.,") in strings, part
+
+
 @each_page
 def test_python_in_the_docs_uses_public_names(page: str) -> None:
     for block in blocks(TEXTS[page], "python"):

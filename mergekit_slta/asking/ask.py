@@ -150,7 +150,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
             record = {"messages": _turns(records[number], where)} | ({"tools": tools} if tools else {})
             prompt = _Prompt(record, *source.asked(record, where))
             if len(prompt.ids) > longest:
-                raise UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens.")
+                raise UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens (--max-new-tokens).")
             asked.append(prompt)
             ignored |= {*unread(records[number])}
         except UnfitRecord as error:

@@ -270,8 +270,16 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"The base model and {same[0]} have the same prompts, on which the merge cannot keep both models' behavior "
             "(with one expert, every weight of slta is 1 / (1 + κ)): give the base model prompts of its own."
         )
+    for task in recipe.tasks if settings.runs_models else ():
+        if is_dataset(task.calibration):
+            yield f"The prompts of {task.calibration} are read when the models run: this check has not seen them."
     if not merging:
         return
+    if len(recipe.experts) == 1 and not recipe.keep and settings.runs_models:
+        yield (
+            "With one expert and no prompts for the base model, the merge is nearly a copy of the expert: list the "
+            "base model with a 'calibration' of its own."
+        )
     for task in recipe.tasks if settings.runs_models else ():
         yield from _none_to_evaluate(experiment, task)
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):

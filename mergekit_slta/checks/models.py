@@ -6,6 +6,7 @@ No tensor is read.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import zipfile
 from collections import defaultdict
@@ -243,11 +244,15 @@ def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
 
 
 def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
-    """A LoRA of the embedding or of the output head, where both are one tensor."""
+    """An adapter of another model, or of the embedding or the output head, where both are one tensor."""
     adapter = model.reference.lora
     if adapter is None:
         return
-    ends = _parted_ends(model, adapter_settings(adapter_folder(adapter, cache_dir)))
+    settings = adapter_settings(adapter_folder(adapter, cache_dir))
+    trained_on = str(settings.get("base_model_name_or_path") or "")
+    if trained_on and os.path.basename(trained_on) != os.path.basename(model.reference.model.path.path):
+        yield f"The adapter {adapter} was trained on {trained_on}, and the recipe puts it on {model.reference.model}."
+    ends = _parted_ends(model, settings)
     names = names_in(model.built, adapter_headers(adapter, cache_dir)) if model.built and ends else {}
     if changed := ends & set(map(target_of, names.values())):
         yield (

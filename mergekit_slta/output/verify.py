@@ -116,13 +116,13 @@ def tensor_faults(
     dtype: str | None = None,
 ) -> dict[str, list[str]]:
     """What is wrong with tensors of a folder, by their names: values, and where it is known, shape and data type."""
-    faults: dict[str, list[str]] = {}
+    faults, of_type = dict[str, list[str]](), dict[torch.dtype, list[str]]()
     loader, wanted = LazyTensorLoader.from_disk(str(folder)), dtype_from_name(dtype)
     for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=quiet):
         tensor, shape = loader.get_tensor(name), (shapes or {}).get(name)
         sentences = []
         if wanted and tensor.is_floating_point() and tensor.dtype != wanted:
-            sentences.append(f"The tensor {name} is of type {_name(tensor.dtype)}, not {_name(wanted)}.")
+            of_type.setdefault(tensor.dtype, []).append(name)
         if shape is not None and tensor.shape != shape:
             sentences.append(f"The tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}.")
         if not is_finite(tensor):
@@ -130,6 +130,10 @@ def tensor_faults(
             sentences.append(f"The tensor {name} has {count} values that are not finite: merge in 'dtype: float32'.")
         if sentences:
             faults[name] = sentences
+    for found, typed in of_type.items():
+        faults |= {name: faults.get(name, []) for name in typed}
+        verb = "is" if len(typed) == 1 else "are"
+        faults[typed[0]].append(f"{listed(typed)} {verb} of type {_name(found)}, not {dtype}.")
     return faults
 
 

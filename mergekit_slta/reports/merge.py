@@ -45,6 +45,9 @@ MEANING = (
 def verdict(solution: Solution) -> str:
     """Whether to merge these experts, which of them loses most of its change, and which two interfere most, where."""
     pairs = [*zip(short_names(solution.models), solution.kept.tolist(), strict=True)]
+    if idle := [name for name, share in pairs if math.isnan(share)]:
+        change = "changes" if len(idle) == 1 else "change"
+        return f"{enumerated(idle)} {change} nothing, as a copy of the base model would: check the models' folders."
     alone, losing = len(pairs) == 1, [name for name, share in pairs if share < LOSES_MOST]
     weak = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
     every = "Both" if len(pairs) == 2 else "All of them"

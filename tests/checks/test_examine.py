@@ -53,6 +53,13 @@ def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path:
         assert "not the name of a repository" in only(with_data(family, "hf:org/da ta"))
 
 
+def test_check_says_that_a_merge_of_one_expert_is_its_copy(family: Family) -> None:
+    said = "the merge is nearly a copy of the expert"
+    for recipe, expected in ((families.recipe(family, experts=[0]), 1), (families.recipe(family), 0)):
+        notes = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True).notes
+        assert sum(said in note for note in notes) == expected
+
+
 @pytest.mark.parametrize(
     ("samples", "tested", "words"),
     [
@@ -74,7 +81,8 @@ def test_check_says_that_calibration_leaves_no_record_for_evaluate(
         if tested != "missing":
             file.write_text(json.dumps({"text": tested}) if tested else family.data[0].read_text())
     found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
-    notes = [note for note in found.notes if "as the model sees it" not in note]
+    unseen, *notes = [note for note in found.notes if "as the model sees it" not in note]
+    assert unseen == "The prompts of hf:org/data are read when the models run: this check has not seen them."
     assert not found.problems and len(notes) == bool(words)
     assert all(words in note and str(file if tested is not None else family.data[0]) in note for note in notes)
 

@@ -61,6 +61,14 @@ def test_the_verdict_says_whether_to_merge(power: float, said: str) -> None:
     assert ("They interfere most in layer 0." in found) == (power > 0.2)
 
 
+def test_the_verdict_says_which_expert_changes_nothing() -> None:
+    statistics = interfering([0.5] * 4)
+    for gram in statistics.grams.values():
+        gram[:, 1], gram[:, :, 1] = 0, 0
+    said = "code changes nothing, as a copy of the base model would: check the models' folders."
+    assert verdict(statistics.solve("layer")) == said
+
+
 def test_the_verdict_names_the_pair_that_interferes_and_the_layers() -> None:
     measured = trio(0.9)
     pair = as_score(float(measured.select("math", "code").solve("layer").kept[0]))
