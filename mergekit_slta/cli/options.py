@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,6 +72,8 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
 
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))  # without the names of modules
     if merge_options.quiet:
         transformers.utils.logging.disable_progress_bar()
     others = merge_options.model_dump(include=options.keys() - {"cuda", "num_threads", "verbosity"})

@@ -143,11 +143,11 @@ class Comparison(Paragraphs):
             )
             yield table(lambda score: as_score(score.exact), "lost", "gained")
         if any(task.forms for task in tasks.values()):
-            form = "the form of the known ones (a closing </think>, valid JSON, an end token)"
+            form = "the form of the answers (a closing </think>, valid JSON, an end token)"
             if all(mean.form == 1 for mean in ranking.values()):
-                yield f"All answers of all models have {form}"
+                yield f"All models keep {form}"
             else:
-                yield f"Share of each model's answers that have {form}"
+                yield f"Share of the answers in which a model keeps {form}"
                 yield table(lambda score: as_score(score.form))
         if any(mean.kept is not None for mean in ranking.values()):
             yield (

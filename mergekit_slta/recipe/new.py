@@ -48,7 +48,7 @@ _STATISTICS = (
 _REPORT = """\
   # report: report/                      # write a page with figures on what the merge keeps of each expert
 """
-_COUNTS = "      weight: 1.0         # how much the expert counts against the others\n"
+_COUNTS = "      weight: 1.0         # how much the expert counts, compared with the others\n"
 _FORMS = {
     "featcal": _Form(
         "solves every linear map, so that it does what each model does on that model's prompts", _SAMPLES + _REPORT
@@ -148,6 +148,10 @@ models:
       calibration: {{ kept[0]|quoted }}
       weight: 1.0         # κ: higher favors the base model, lower the experts; 0 leaves these prompts out
       # samples: 120      # with several experts, take this and weight 1.5, and mix texts, instructions and chats
+{% elif with_data %}
+  # To keep the base model's abilities, give it prompts of its own:
+  # - model: {{ base|scalar }}
+  #   parameters: {calibration: FILE, weight: 1.0}
 {% endif %}
 {% if form.shared %}
 parameters:

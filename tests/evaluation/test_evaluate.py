@@ -223,7 +223,7 @@ def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> Non
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 0.50 0.50" in [" ".join(line.split()) for line in str(found).splitlines()]
     assert "No accuracy on math: all answers have more than 32 tokens." in str(found)
-    assert "Accuracy" not in str(found) and str(found).split("\n\n")[1].startswith("All answers of all models have")
+    assert "Accuracy" not in str(found) and str(found).split("\n\n")[1].startswith("All models keep the form")
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
