@@ -274,7 +274,7 @@ def _calibrated(folders: Iterable[Path]) -> Iterator[Recipe]:
     for folder in folders:
         with contextlib.suppress(SltaError):  # without a recipe, or one of another program
             recipe = Recipe.load(folder / RECIPE_OF_MERGE)
-            if recipe.method.runs_models:
+            if recipe.method.runs_models and recipe.tasks:
                 yield recipe
 
 
