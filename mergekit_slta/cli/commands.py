@@ -53,7 +53,7 @@ def main() -> None:
 
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
-    each expert. `linearity` measures how evenly an expert's effect grows with its weight.
+    each expert. `linearity` measures how far an expert's effect is from being proportional to its weight.
     """
 
 
@@ -271,12 +271,13 @@ def _write_recipe(
 def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, **options: Any) -> None:
     """Score the merged models in the folders OUT, the base model and the experts on the experts' tasks, best first.
 
-    Each model is scored on the prompts of `evaluation`, or else on those of `calibration` that calibration did not use.
-    The first table has each model's accuracy, by task and on average, the best model first: the share of answers of at
-    most 32 tokens that the model gives exactly, with greedy decoding. "lost" counts the answers that the task's expert
-    gives and the model does not, "gained" the reverse. On the base model's prompts, models are compared with the base
-    model instead of an expert. If all correct answers of a task have the same form (valid JSON, a closing </think>, an
-    end token), a table shows what share of each model's answers has it.
+    Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
+    used. The first table ranks the models by accuracy, by task and on average. Accuracy is the share of prompts that a
+    model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count. "lost"
+    counts the right answers that the task's expert gives and the model does not, "gained" the reverse. On the base
+    model's prompts, models are compared with the base model instead of an expert. If all correct answers of a task have
+    the same form (valid JSON, a closing </think>, an end token), a table shows what share of each model's answers has
+    it.
 
     Two more tables cover answers of any length. The first rates the likelihood of the answers: 1 is as good as the
     task's expert, 0 as the base model. The second has the negative log-likelihood per token of the answers (lower is
@@ -294,7 +295,9 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     _show(found, found.to_json, json_file)
 
 
-@main.command(cls=ModelCommand, short_help="Measure how evenly an expert's effect grows with its weight.")
+@main.command(
+    cls=ModelCommand, short_help="Measure how far an expert's effect is from being proportional to its weight."
+)
 @recipe_path
 @output_folder
 @measured_levels("model, layer, attn_mlp")
@@ -304,12 +307,12 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 def linearity(
     recipe: Path, folder: Path, levels: list[str], samples: int, pairs: bool, triples: bool, **options: Any
 ) -> None:
-    """Before a merge, measure how evenly the effect of each of RECIPE's experts grows with its merging weight.
+    """Before a merge, measure how far the experts' effects are from being proportional to their weights.
 
-    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show how unevenly an
-    expert's effect on the model's blocks grows with its weight (the non-linearity score of arXiv 2504.10902), and how
-    far the effect of a merge is from the sum of the experts' effects. The command first prints the number of forward
-    passes. It takes dozens of times as long as `calibrate`. On several GPUs:
+    The command writes linearity.json and a page with figures (linearity.html) into DIR. They show, for each expert, how
+    far its effect on the model's blocks is from being proportional to its weight (the non-linearity score of arXiv
+    2504.10902), and how far the effect of a merge is from the sum of the experts' effects. The command first prints the
+    number of forward passes. It takes dozens of times as long as `calibrate`. On several GPUs:
     torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment

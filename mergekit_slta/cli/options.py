@@ -106,7 +106,7 @@ numbers_file = click.option(
     *("--json", "json_file"),
     metavar="FILE",
     callback=_json_file,
-    help="Write the numbers as JSON to FILE.json; '-' for standard output.",
+    help="Write the numbers as JSON to a .json file; '-' for standard output.",
 )
 
 

@@ -22,7 +22,7 @@ from mergekit_slta.models.checkpoint import Weights
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
 SHARED = "shared by several layers"
-NO_ROUTES = "in a module in which the tokens of each routed expert cannot be told apart"
+NO_ROUTES = "that compute all routed experts together, without showing which tokens each one gets"
 
 
 @dataclass(frozen=True)
