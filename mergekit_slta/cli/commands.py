@@ -82,7 +82,15 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
 @main.command(cls=ModelCommand, short_help="Write a model's answers to prompts as calibration data.")
 @click.argument("model", required=False)
 @click.argument("prompts", required=False, default="")
-@click.option("-o", "--output", "out", required=True, metavar="FILE", type=FILE, help="The .jsonl file to write.")
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    required=True,
+    metavar="FILE",
+    type=FILE,
+    help="The .jsonl file to write; with --prompts-only, the .txt file.",
+)
 @click.option(
     "--topic", "topics", multiple=True, type=click.Choice(TOPICS), help="Topic of the package's prompts; repeatable."
 )

@@ -447,8 +447,8 @@ def page(rows: list[Row]) -> str:
         "|---|---|---|",
         *_exceptions([row for of_kind in decoders.values() for row in of_kind]),
         "",
-        f"The other {len(others)} types that transformers registers there are not decoder-only language models, and "
-        "were not tried.",
+        f"transformers registers {len(others)} more types for causal language modeling, or for generating text from "
+        "images and text. They are not decoder-only language models, and were not tried.",
         "",
         "Next: [the glossary](glossary.md).",
     ]
