@@ -39,6 +39,7 @@ LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
+NEAR = 0.09  # shares whose notes overlap
 MAGNITUDES = 30  # the largest mean over the smallest one, from which an axis is logarithmic
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -61,7 +62,10 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Line:
-    """A series: its name in the legend, its points, where NaN leaves a gap, and what to write beside them."""
+    """A series: its name in the legend, its points, where NaN leaves a gap, and what to write beside them.
+
+    Points with notes are shares; of points that are near each other, only the first has its note.
+    """
 
     label: str
     x: Sequence[float]
@@ -133,15 +137,15 @@ def line_chart(
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 y = np.clip(line.y, lowest, math.inf)
                 ax.plot(line.x, y, color=colour, marker=marker, label=_short(line.label))
-                for point, note in enumerate(line.notes):  # in turns on both sides: neighbours may be near
-                    place, side = ((-4, -11), "right") if point % 2 else ((4, 3), "left")
-                    ax.annotate(
-                        note, (line.x[point], y[point]), xytext=place, textcoords="offset points", fontsize=8, ha=side
-                    )
+                noted: list[tuple[float, float]] = []
+                for point in zip(line.x, y, line.notes, strict=False):
+                    if all(math.dist(point[:2], other) > NEAR for other in noted):  # else the notes overlap
+                        ax.annotate(point[2], point[:2], xytext=(4, 3), textcoords="offset points", fontsize=8)
+                        noted.append(point[:2])
             for value in lines_at:
                 ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-            ax.margins(y=0.1)  # room for notes
+            ax.margins(x=0.1 if x_shares else 0.05, y=0.15)  # room for notes
             if not x_shares:
                 ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             elif ax.get_xlim()[0] > 0:

@@ -22,7 +22,7 @@ from mergekit_slta.models.checkpoint import Weights
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
 SHARED = "shared by several layers"
-NO_ROUTES = "that compute all routed experts together, without showing which tokens each one gets"
+NO_ROUTES = "that compute all routed experts together: which tokens each expert gets is not known"
 
 
 @dataclass(frozen=True)

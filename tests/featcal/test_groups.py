@@ -57,7 +57,7 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
     )
     assert kept_in_words(found.kept) == (
         f"{', '.join(sorted(routers))} (that choose a mixture's routed experts); "
-        f"{', '.join(stacks)} (that compute all routed experts together, without showing which tokens each one gets)"
+        f"{', '.join(stacks)} (that compute all routed experts together: which tokens each expert gets is not known)"
     )
 
 

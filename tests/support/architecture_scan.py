@@ -482,7 +482,7 @@ def _exceptions(rows: list[Row]) -> Iterator[str]:
                 continue
             what = "only `actmat` and `sftm`" if row.works.get("actmat") == MERGED else "nothing"
             if FEATCAL in why:
-                what, why = FEATCAL, "maps " + ", or maps ".join(re.findall(r"\((.+?)\)", why))
+                what, why = FEATCAL, "maps " + ", or ".join(re.findall(r"\((.+?)\)", why))
             why = re.sub(r" \(.*\)|, (?:so slta and featcal|as slta) .*|: change or complete.*", "", why)
             types.setdefault((what, why), []).append(row.model_type)
         for (coarser, why), finer in levels.items():
