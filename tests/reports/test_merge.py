@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.command import run
 from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 
+from mergekit_slta.figures import NEAR
 from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page, verdict
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
@@ -96,8 +98,12 @@ def test_the_base_models_own_task_is_said() -> None:
     chart = page.charts[-1]
     assert [row[0] for row in chart.table.rows] == ["0", "0.1", "0.3", "1", "3", "10"]
     assert list(chart.table.rows[3])[1:] == list(map(as_score, [solution.base_kept, *solution.kept.tolist()]))
-    notes = [drawn.get_text() for drawn in chart.picture.axes[0].texts]
-    assert notes == [f"κ {row[0]}" for row in chart.table.rows]
+    ax: Any = chart.picture.axes[0]
+    points = {f"κ {row[0]}": point for row, point in zip(chart.table.rows, ax.lines[0].get_xydata(), strict=True)}
+    places = [note.xy for note in ax.texts]
+    assert all(tuple(points[note.get_text()]) == note.xy for note in ax.texts)
+    assert all(math.dist(one, other) > NEAR for number, one in enumerate(places) for other in places[:number])
+    assert all(min(math.dist(point, place) for place in places) <= NEAR for point in points.values())
 
 
 @pytest.mark.parametrize("level", ["model", "attn_mlp", "linear"])
