@@ -29,7 +29,13 @@ from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_names, require_calibration
-from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, SltaSettings
+from mergekit_slta.recipe.settings import (
+    ADAPTERS_RIDGE,
+    ActmatSettings,
+    CalibrationSettings,
+    FeatcalSettings,
+    SltaSettings,
+)
 from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.lookup import match
 from mergekit_slta.slta.statistics import Statistics
@@ -273,6 +279,11 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for task in recipe.tasks if settings.runs_models else ():
         if is_dataset(task.calibration):
             yield f"The prompts of {task.calibration} are read when the models run: this check has not seen them."
+    if isinstance(settings, ActmatSettings) and settings.ridge < 1 and any(e.reference.lora for e in recipe.experts):
+        yield (
+            f"The changes of adapters lie in few directions, where a ridge of {settings.ridge:g} is too small: set "
+            f"'ridge: {ADAPTERS_RIDGE:g}'."
+        )
     if not merging:
         return
     if len(recipe.experts) == 1 and not recipe.keep and settings.runs_models:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cached_property
@@ -265,9 +266,10 @@ class Experiment:
         They are of the task's ``evaluation`` source if it has one.
         """
         used = [self.samples(task)]
+        sources = [os.path.abspath(source) for source in (task.calibration, task.evaluation) if source]
         for recipe in merges:
             for other in recipe.tasks:
-                if other.calibration in (task.calibration, task.evaluation) and other.calibration:
+                if other.calibration and os.path.abspath(other.calibration) in sources:
                     source = self._source(task, other.calibration, recipe.settings_of(CalibrationSettings).seed)
                     used.append(source.draw(other.samples, quiet=True))
         return self._source(task, task.evaluation or task.calibration).draw(count, used)

@@ -185,6 +185,8 @@ def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calib
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
     form = _FORMS[method]
+    if method == "actmat" and any("+" in expert for expert in experts):
+        form = form._replace(shared=form.shared.replace("ridge: 0.1 ", "ridge: 10.0"))  # as the check of a recipe says
     _require_sources(method, len(experts), len(calibration))
     commands = _questions((*experts, base)) if method in WITH_DATA and not calibration else {}
     sources = [*calibration] or [*commands] or [""] * len(experts)

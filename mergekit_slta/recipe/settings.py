@@ -124,6 +124,10 @@ class FeatcalSettings(CalibrationSettings):
     )
 
 
+# The changes of adapters lie in few directions, where the default ridge is too small (tests/benchmarks/adapters.py).
+ADAPTERS_RIDGE = 10.0
+
+
 class ActmatExpert(Parameters):
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
         default=1.0,

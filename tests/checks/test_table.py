@@ -577,6 +577,11 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
             lambda c: c.of("gemma3").adapt(c.lora("lm_head")),
             "The adapter HERE/adapter changes lm_head of BASE, where embedding and output head are one tensor",
         ),
+        (
+            lambda c: c.use("actmat").adapt(c.lora("q_proj")),
+            "The changes of adapters lie in few directions, where a ridge of 0.1 is too small: set 'ridge: 10'.",
+        ),
+        (lambda c: c.use("actmat", ridge=10).adapt(c.lora("q_proj")), ""),
     ],
     ids=short,
 )

@@ -15,16 +15,17 @@ from support.families import Family
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.new import WITH_DATA, new_recipe
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
+from mergekit_slta.recipe.settings import ADAPTERS_RIDGE, SETTINGS, ActmatSettings, parameter_specs
 
 
 @pytest.mark.parametrize("method", SETTINGS)
 def test_the_recipe_names_the_models_and_its_method_with_the_defaults(method: str) -> None:
     options = [] if method == "featcal" else ["--method", method]  # which is the default
-    text = run("new", "org/base", "org/math", "org/base+org/adapter", *options).output
+    second = "org/code" if method == "actmat" else "org/base+org/adapter"  # which gets another ridge, below
+    text = run("new", "org/base", "org/math", second, *options).output
     recipe = Recipe.parse(text, "this")
     recipe.require_sound()
-    assert [str(reference) for reference in recipe.references] == ["org/base", "org/math", "org/base+org/adapter"]
+    assert [str(reference) for reference in recipe.references] == ["org/base", "org/math", second]
     assert recipe.settings == SETTINGS[method]()
     given = {**recipe.content["models"][0]["parameters"], **recipe.content["parameters"]}
     assert given.pop("calibration", None) == ("math-answers.jsonl" if method in WITH_DATA else None)
@@ -90,6 +91,12 @@ def asks(text: str) -> list[list[str]]:
     """The ``ask`` commands in a recipe's comments, from the command's name on."""
     lines = [line.removeprefix("#   mergekit-slta ") for line in text.splitlines()]
     return [shlex.split(line) for line in lines if line.startswith("ask ")]
+
+
+def test_adapters_get_a_ridge_of_their_own() -> None:
+    for experts, ridge in ((["org/a", "org/b"], ActmatSettings().ridge), (["org/base+org/a", "org/b"], ADAPTERS_RIDGE)):
+        found = Recipe.parse(new_recipe("org/base", experts, "actmat"), "this").settings_of(ActmatSettings)
+        assert found.ridge == ridge
 
 
 def test_models_of_one_name_get_files_of_their_own() -> None:

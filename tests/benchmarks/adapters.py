@@ -1,0 +1,93 @@
+"""Accuracy of merges of LoRA adapters on the quickstart's models, with several ridges of ``actmat``.
+
+    python tests/benchmarks/adapters.py FOLDER
+
+FOLDER is one that the quickstart filled. For each seed, three adapters of rank 16 are trained on the prompts of its
+tasks: from one random beginning, as trainers with a fixed seed make them, or each from its own. It takes five minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import mergekit_slta as slta
+
+TASKS = ("sums", "strings", "words")
+MERGES: dict[str, dict[str, Any]] = {
+    "task_arithmetic 0.5": {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}},
+    **{
+        f"actmat, ridge {ridge:g}": {"merge_method": "actmat", "parameters": {"ridge": ridge}} for ridge in (0.1, 1, 10)
+    },
+    "featcal": {"merge_method": "featcal"},
+}
+STEPS, BATCH = 300, 32
+
+
+def train(folder: Path, task: str, seed: int, out: Path) -> str:
+    """Train an adapter on a task's prompts, whose beginning depends on the seed; the merged model's folder."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "family" / "base")
+    torch.manual_seed(seed)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "family" / "base"), config)
+    rows = map(json.loads, (folder / "family" / "calibration" / f"{task}.jsonl").read_text().splitlines())
+    pairs = [(tokenizer(row["text"])["input_ids"], len(tokenizer(row["question"])["input_ids"])) for row in rows]
+    longest = max(len(ids) for ids, _ in pairs)
+    ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in pairs])
+    labels = torch.tensor([[-100] * q + ids[q:] + [-100] * (longest - len(ids)) for ids, q in pairs])
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=3e-3), torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        rows_of_step = torch.randint(len(pairs), (BATCH,), generator=draw)
+        model(input_ids=ids[rows_of_step], labels=labels[rows_of_step]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.merge_and_unload().save_pretrained(out)
+    return str(out)
+
+
+@click.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1, 2))
+def main(folder: Path, seeds: tuple[int, ...]) -> None:
+    """Print the mean accuracy of each merge, and its deviation over the seeds."""
+    torch.set_num_threads(1)
+    folder = folder.resolve()
+    for shared in (True, False):
+        found: dict[str, list[float]] = {}
+        for seed in seeds:
+            with tempfile.TemporaryDirectory() as temporary:
+                out = Path(temporary)
+                begins = [seed if shared else 100 * (seed + 1) + index for index in range(len(TASKS))]
+                models = [train(folder, task, begin, out / task) for task, begin in zip(TASKS, begins, strict=True)]
+                base = {"base_model": str(folder / "family" / "base"), "dtype": "float32"}
+                data = [str(folder / "family" / "calibration" / f"{task}.jsonl") for task in TASKS]
+                given = [{"calibration": source} for source in data]
+                with_data = base | {
+                    "merge_method": "featcal",
+                    "models": [{"model": m, "parameters": p} for m, p in zip(models, given, strict=True)],
+                }
+                for label, merge in MERGES.items():
+                    plain = base | {"models": [{"model": model} for model in models]} | merge
+                    content = with_data if label == "featcal" else plain
+                    slta.merge(slta.Recipe(content), out / label, quiet=True)
+                compared = slta.evaluate(slta.Recipe(with_data), [out / label for label in MERGES], quiet=True)
+                for label in MERGES:
+                    found.setdefault(label, []).append(compared.ranking[label].exact or 0.0)
+                for task in TASKS:
+                    alone = compared.tasks[task].scores[f"expert {task}"].exact or 0.0
+                    found.setdefault("each adapter alone", []).append(alone)
+        click.echo("from one beginning" if shared else "each from its own beginning")
+        for label, scores in found.items():
+            click.echo(f"  {label}: {statistics.mean(scores):.2f} ± {statistics.stdev(scores):.2f}")
+
+
+if __name__ == "__main__":
+    main()
