@@ -13,14 +13,14 @@ from conftest import MakeFamily
 from support import families, reference
 from support.families import LAYERS, Family
 from support.linearity_values import NAMES, assert_same, plan_of
-from support.rounding import gram_rounding
+from support.rounding import distance_rounding
 
 from mergekit_slta.nonlinearity.studies import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
 from mergekit_slta.reports.linearity import linearity_page
 from mergekit_slta.slta import grams
 from mergekit_slta.tables import as_json
 
-TOLERANCE = gram_rounding()  # scores are shares of feature deltas, as Gram matrices hold them
+TOLERANCE = distance_rounding(1 / STEPS)  # scores are shares of feature deltas, the least that of one step
 SUBMODULE_LEVELS = ("layer", "attn_mlp", "head_mlp")
 # Two merges of the last two of three experts.
 SOME_MERGES = Study((1, 2), torch.tensor([[0, 1, 0], [0, 0, 1], [0, 0.2, 1], [0, 0.6, 0.4]]).double())
@@ -145,9 +145,9 @@ def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -
     levels = ("model", "attn_mlp")
     at_once = plan_of(llama, levels, studies, tasks).measure()
     with families.batches_of(30):
-        assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
+        assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), TOLERANCE)
     monkeypatch.setattr(grams, "LOGITS", 5 * llama.config.vocab_size)  # of five positions
-    assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), 1e-6)
+    assert_same(at_once, plan_of(llama, levels, studies, tasks).measure(), TOLERANCE)
 
 
 @pytest.mark.parametrize(
