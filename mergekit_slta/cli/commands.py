@@ -72,9 +72,9 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
 
     Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
     '> recipe.yml', then `check` it. --calibration gives a model a file or dataset of prompts: write it once for each
-    EXPERT, in their order, and once more for the base model, to keep its abilities. Without this option, the recipe
-    names files that do not exist yet, and lists the `ask` commands with which the models write them. The methods actmat
-    and sftm need no prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
+    EXPERT, in their order, and once more for the base model, to keep its abilities. For files that do not exist yet,
+    the recipe lists the `ask` commands with which the models write them. The methods actmat and sftm need no prompts;
+    task_arithmetic and ties are mergekit's own methods, for comparison.
     """
     click.echo(new_recipe(base, experts, method, calibration), nl=False)
 

@@ -18,23 +18,16 @@ import yaml
 
 from mergekit_slta import files
 from mergekit_slta.data.prompts import TOPICS
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, suggestion
 
 
 class _Form(NamedTuple):
-    """What a recipe says of its method.
-
-    Attributes:
-        does: what the method does.
-        shared: the lines of the parameters of the whole merge.
-        expert: the lines of an expert's parameters; none of a method that merges by samples.
-        of_mergekit: whether the method is mergekit's own, which ``check`` does not know.
-    """
+    """What a recipe says of its method."""
 
     does: str
-    shared: str = ""
-    expert: str = ""
-    of_mergekit: bool = False
+    shared: str = ""  # the lines of the parameters of the whole merge
+    expert: str = ""  # the lines of an expert's parameters; none of a method that merges by samples
+    of_mergekit: bool = False  # the method is mergekit's own, which ``check`` does not know
 
 
 _SAMPLES = """\
@@ -68,7 +61,7 @@ _FORMS = {
     "sftm": _Form(
         "merges the singular features of every matrix, without prompts",
         """\
-  density: 0.2          # the share of each change's entries to keep, the largest ones
+  density: 0.2          # the share of each change's entries that remain, the largest ones
   lambda: 0.6           # multiplies the merged change
 """,
         "      weight: 1.0         # multiplies the expert's change\n",
@@ -80,53 +73,50 @@ _FORMS = {
     ),
     "ties": _Form(
         "mergekit's mean of the changes that agree in sign, for comparison",
-        expert=f"{_COUNTS}      density: 0.5        # the share of the change's entries to keep, the largest ones\n",
+        expert=f"{_COUNTS}      density: 0.5        # the share of the change's entries that remain, the largest ones\n",
         of_mergekit=True,
     ),
 }
 METHODS = tuple(_FORMS)
 WITH_DATA = tuple(method for method, form in _FORMS.items() if not form.expert)
 
-# The topics of prompts by an expert's name or card: three, so that there are some 75 prompts, of which 30 calibrate.
-_SUGGESTED = {
-    r"math|gsm|arith|\bsums?\b|algebra": ("sums", "reasoning", "explaining"),
-    r"code|coding|coder|program|python|sql": ("code", "reasoning", "instructions"),
-    r"reason|think|prover|logic|\br1\b": ("reasoning", "sums", "explaining"),
-    r"chat|dialog|assist": ("chat", "instructions", "explaining"),
-    r"writ|story|stories|creative|novel|poe[mt]|role-?play": ("writing", "chat", "instructions"),
-    r"transl|lingual|german|french|spanish|italian|japanese|chinese|russian": ("languages", "explaining", "chat"),
-}
-_GENERAL = ("instructions", "chat", "explaining")  # what a base model should not forget
+# The base model's answers, as measured: it should not forget these topics, and longer answers take long on a CPU.
+_OF_BASE = "--topic instructions --topic chat --topic explaining --max-new-tokens 128"
+_CACHE = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[^/]+)?")
 
 _RECIPE = """\
 {% set learners = experts|length ~ ' experts' if experts|length > 1 else 'one expert' %}
-{% if kept %}
+{% if base in sources %}
 # Merge {{ learners }} and the base model {{ base }}, which has prompts of its own.
 {% else %}
 # Merge {{ learners }}, fine-tuned from the base model {{ base }}.
 {% endif %}
 {% if commands %}
-# No data? With these commands, each model answers prompts of the package and so writes its file. Prompts of its own
-# task are better: mergekit-slta ask MODEL PROMPTS -o FILE
+# With these commands, the models answer prompts of the package, and so write files that do not exist yet. Prompts of
+# an expert's own task are better: mergekit-slta ask MODEL PROMPTS -o FILE
 {% for command in commands %}
 #   {{ command }}
 {% endfor %}
-# The topics are {{ topics|join(", ") }}.
+# Prompts of some topics: --topic with {{ topics|join(", ") }}.
 # Then:
 {% endif %}
 {% if not form.of_mergekit %}
-#   mergekit-slta check RECIPE      finds what is missing or wrong, before the merge
+#   mergekit-slta check RECIPE{{ cache }}      finds what is missing or wrong, before the merge
 {% endif %}
-#   mergekit-yaml RECIPE ./merged   merges (or: mergekit-slta merge RECIPE ./merged)
+#   mergekit-yaml RECIPE ./merged{{ cache }}   merges (or: mergekit-slta merge RECIPE ./merged)
 {% if with_data %}
-#   mergekit-slta evaluate RECIPE ./merged ./other   compares this merge with another, such as one by ties
+#   mergekit-slta evaluate RECIPE ./merged ./other{{ cache }}   compares this merge with another, such as one by ties
 {% else %}
-#   mergekit-slta evaluate OTHER ./merged   scores the merge on the prompts in another recipe, such as one for featcal
+#   mergekit-slta evaluate OTHER ./merged{{ cache }}   scores the merge on the prompts in another recipe, such as one for featcal
+{% endif %}
+{% if form.of_mergekit %}
+# (mergekit-slta check is not for this method, which is mergekit's own.)
 {% endif %}
 merge_method: {{ "%-8s"|format(method) }}  # {{ form.does }}
 base_model: {{ base|scalar }}
 models:
-{% for expert, source in experts %}
+{% for expert in experts %}
   - model: {{ expert|scalar }}
     parameters:
 {% if with_data %}
@@ -135,23 +125,24 @@ models:
       # (.jsonl, .json, .csv, .parquet, or .txt with a prompt on each line) or a dataset on the Hub,
       # "hf:ORG/NAME?config=main&split=train". Each expert needs prompts of its own.
       # template: "{question} {answer}"   # how a row becomes text, if its fields have unusual names
+      # evaluation: test.jsonl            # prompts for `evaluate`; by default those that the merge did not use
 {% endif %}
-      calibration: {{ source|quoted }}
+      calibration: {{ sources[expert]|quoted }}
 {% else %}
 {{ form.expert }}{% endif %}
 {% endfor %}
-{% if kept %}
+{% if base in sources %}
   - model: {{ base|scalar }}
     parameters:
-      # 60 or more prompts, with answers, on which the merge should do what the base model does: your own chats, or a
-      # general instruction dataset. Without such prompts, delete this entry.
-      calibration: {{ kept[0]|quoted }}
+      # 60 or more prompts, with the base model's answers, on which the merge should do what the base model does.
+      calibration: {{ sources[base]|quoted }}
       weight: 1.0         # κ: higher favors the base model, lower the experts; 0 leaves these prompts out
       # samples: 120      # with several experts, take this and weight 1.5, and mix texts, instructions and chats
 {% elif with_data %}
   # To keep the base model's abilities, give it prompts of its own:
+  # {{ of_base }}
   # - model: {{ base|scalar }}
-  #   parameters: {calibration: FILE, weight: 1.0}
+  #   parameters: {calibration: {{ base_file|quoted }}, weight: 1.0}
 {% endif %}
 {% if form.shared %}
 parameters:
@@ -174,58 +165,68 @@ def new_recipe(base: str, experts: Sequence[str], method: str = "featcal", calib
         calibration: the experts' calibration sources in their order, and after them that of the base model, if any.
 
     Returns:
-        The recipe as YAML. Without calibration sources it names files of the models' answers, and above it are the
-        commands that write them; ``check`` says which are missing.
+        The recipe as YAML. Without calibration sources it names files of the models' answers. Above it are the commands
+        that write those of its files that are not there.
 
     Raises:
-        SltaError: a model is missing or named twice, or the calibration sources are not as many as the models that
-            need one.
+        SltaError: a folder is missing, a model is named twice, or the calibration sources are not as many as the models
+            that need one.
     """
-    base, *experts = map(files.local_name, (base, *experts))
+    base, *experts = map(_model_name, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
-    form = _FORMS[method]
+    form, with_data, models = _FORMS[method], method in WITH_DATA, [*experts, base]
     if method == "actmat" and any("+" in expert for expert in experts):
         form = form._replace(shared=form.shared.replace("ridge: 0.1 ", "ridge: 10.0"))  # as the check of a recipe says
     _require_sources(method, len(experts), len(calibration))
-    commands = _questions((*experts, base)) if method in WITH_DATA and not calibration else {}
-    sources = [*calibration] or [*commands] or [""] * len(experts)
-    if method in WITH_DATA and len(experts) == 1 == len(sources):
-        sources.append("")  # of the base model
+    answers = _answer_files(models)
+    if len(experts) == 1 or not calibration:  # otherwise, only who names the base model's prompts wants them
+        calibration = [*calibration, *answers[len(calibration) :]]
+    sources = dict(zip(models, calibration, strict=False)) if with_data else {}
+    commands = [_ask(model, file, model == base) for model, file in sources.items() if _is_missing(file)]
     environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
-    rows, kept = list(zip(experts, sources, strict=False)), sources[len(experts) :]
     return environment.from_string(_RECIPE).render(
-        {"base": base, "experts": rows, "kept": kept, "method": method, "form": form, "topics": TOPICS},
-        with_data=method in WITH_DATA,
-        commands=commands.values(),
+        {"base": base, "experts": experts, "sources": sources, "method": method, "form": form, "topics": TOPICS},
+        with_data=with_data,
+        commands=commands,
+        base_file=answers[-1],
+        of_base=_ask(base, answers[-1], True),
+        cache=_CACHE if any("+" in model for model in models) else "",
     )
 
 
-def _questions(models: Sequence[str]) -> dict[str, str]:
-    """The files that the models' answers go to, and the commands that write them; the base model is the last one."""
-    commands: dict[str, str] = {}
+def _model_name(name: str) -> str:
+    """A model's name as a recipe has it; refuse one that can only be a folder, or nearly is one, and is not there."""
+    for part in name.split("+"):
+        folder, last = os.path.split(os.path.expanduser(part))
+        near = suggestion(last, os.listdir(folder)) if os.path.isdir(folder) else ""
+        is_on_hub = _HUB_NAME.fullmatch(part) and part[0] != "." and not near
+        if not (is_on_hub or os.path.isdir(os.path.join(folder, last))):
+            raise SltaError(f"There is no folder {part} in {os.getcwd()}" + (near or ": name a model that is there."))
+    return files.local_name(name)
+
+
+def _answer_files(models: Sequence[str]) -> list[str]:
+    """A name for the file of each model's answers."""
+    names = list[str]()
     for model in models:
         stem = os.path.basename(os.path.normpath(model.rpartition("+")[2])).partition("@")[0]
-        names = (f"{stem}{number}-answers.jsonl" for number in ("", *range(2, 1 + len(models))))
-        file = next(name for name in names if name not in commands)
-        is_base = len(commands) == len(models) - 1
-        options = [f"--topic {topic}" for topic in (_GENERAL if is_base else _topics(model, stem))]
-        options += ["--max-new-tokens 128"] * is_base  # as measured; longer answers take many minutes on a CPU
-        options += ["--lora-merge-cache ./adapters"] * ("+" in model)
-        commands[file] = " ".join(["mergekit-slta ask", shlex.quote(model), "-o", shlex.quote(file), *options])
-    return commands
+        numbered = (f"{stem}{number}-answers.jsonl" for number in ("", *range(2, 1 + len(models))))
+        names.append(next(name for name in numbered if name not in names))
+    return names
 
 
-def _topics(model: str, stem: str) -> list[str]:
-    """The topics that an expert's name suggests, or else the tags of its model card; none if neither does."""
-    card = Path(os.path.expanduser(model.rpartition("+")[2]), "README.md")
-    tags = re.match(r"---\n.*?\n---", card.read_text("utf-8", "replace") if card.is_file() else "", re.DOTALL)
-    for text in (stem, tags[0] if tags else ""):
-        known = [topics for words, topics in _SUGGESTED.items() if re.search(words, text.lower())]
-        if known:
-            return [topic for topic in TOPICS if any(topic in topics for topics in known)]
-    return []
+def _is_missing(source: str) -> bool:
+    """Whether a calibration source is a file that ``ask`` can write."""
+    path = Path(source).expanduser()
+    return path.suffix == ".jsonl" and not source.startswith("hf:") and not path.exists()
+
+
+def _ask(model: str, file: str, is_base: bool) -> str:
+    """The command with which a model writes the file of its answers."""
+    command = shlex.join(["mergekit-slta", "ask", model, "-o", file])
+    return command + f" {_OF_BASE}" * is_base + _CACHE * ("+" in model)
 
 
 def _require_sources(method: str, experts: int, sources: int) -> None:

@@ -31,7 +31,7 @@ def test_the_recipe_names_the_models_and_its_method_with_the_defaults(method: st
     assert given.pop("calibration", None) == ("math-answers.jsonl" if method in WITH_DATA else None)
     defaults = {spec.name: spec.default for spec in parameter_specs(SETTINGS[method])}
     assert given == {name: defaults[name] for name in given}
-    for name in ("template", "statistics", "report"):  # what is commented out is sound too
+    for name in ("template", "evaluation", "statistics", "report"):  # what is commented out is sound too
         text = text.replace(f"# {name}:", f"{name}:")
     Recipe.parse(text, "this").require_sound()
 
@@ -41,7 +41,8 @@ def test_recipes_of_mergekits_own_methods_merge_and_are_scored_by_a_recipe_with_
     method: str, family: Family, tmp_path: Path
 ) -> None:
     text = run("new", family.base, *family.experts, "--method", method).output
-    assert not any(word in text for word in ("mergekit-slta check", "mergekit-slta ask", "calibration"))
+    assert not any(word in text for word in ("check RECIPE", "mergekit-slta ask", "calibration"))
+    assert "(mergekit-slta check is not for this method, which is mergekit's own.)" in text
     recipe, other = tmp_path / "recipe.yml", tmp_path / "other.yml"
     recipe.write_text(text)
     run("merge", recipe, tmp_path / "out", "--quiet")
@@ -62,29 +63,60 @@ def test_calibration_sources_go_to_the_experts_in_their_order_and_then_to_the_ba
     assert [task.calibration for task in Recipe.parse(without_keep, "this").tasks] == sources[:2]
 
 
+def test_the_base_model_is_asked_in_general_and_adapters_need_a_folder(tmp_path: Path) -> None:
+    experts = ["org/math", "org/base+org/lora"]
+    text = new_recipe("org/base", experts)
+    math, lora, base = asks(text)
+    assert "--topic" not in (*math, *lora) and lora[-2:] == ["--lora-merge-cache", "./adapters"]
+    topics = ["instructions", "chat", "explaining"]
+    assert [word for option, word in pairwise(base) if option == "--topic"] == topics
+    assert "# Prompts of some topics: --topic with instructions, chat, " in text
+    commands = [line for line in text.splitlines() if line.startswith("#   ") and " RECIPE" in line]
+    assert len(commands) == 3 and all(" --lora-merge-cache ./adapters " in line for line in commands)
+    assert "--lora-merge-cache" not in new_recipe("org/base", experts[:1])
+
+
 @pytest.mark.parametrize(
-    ("model", "topics"),
+    ("experts", "calibration", "asked"),
     [
-        ("org/OpenMath2-Llama3.1-8B", ["explaining", "sums", "reasoning"]),
-        ("org/qwen-Coder@main", ["instructions", "code", "reasoning"]),
-        ("org/base+org/german-lora", ["chat", "explaining", "languages"]),
-        ("org/math-and-code", ["instructions", "explaining", "code", "sums", "reasoning"]),
-        ("org/hermes", []),
-        ("./tuned", ["instructions", "code", "reasoning"]),
-        ("./plain", []),
+        (1, ["there.jsonl"], ["base-answers.jsonl"]),
+        (1, ["new.jsonl"], ["new.jsonl", "base-answers.jsonl"]),
+        (1, ["new.csv", "hf:org/new.jsonl"], []),  # which `ask` does not write
+        (1, ["there.jsonl", "new.jsonl"], ["new.jsonl"]),
+        (2, ["there.jsonl", "new.jsonl"], ["new.jsonl"]),
+        (2, ["there.jsonl", "new.jsonl", "base.jsonl"], ["new.jsonl", "base.jsonl"]),
     ],
 )
-def test_an_expert_is_asked_by_the_topics_of_its_name_or_its_card_and_the_base_model_in_general(
-    model: str, topics: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_do_not_exist_yet_come_with_the_command_that_writes_them(
+    experts: int, calibration: list[str], asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, card in (("tuned", "---\ntags: [python]\n---\n# About maths\n"), ("plain", "# A model for maths\n")):
-        Path(name).mkdir()
-        Path(name, "README.md").write_text(card)
-    expert, base = asks(new_recipe("org/base", [model]))
-    assert [word for option, word in pairwise(expert) if option == "--topic"] == topics
-    assert (expert[-2:] == ["--lora-merge-cache", "./adapters"]) == ("+" in model)
-    assert [word for option, word in pairwise(base) if option == "--topic"] == ["instructions", "chat", "explaining"]
+    Path("there.jsonl").touch()
+    text = new_recipe("org/base", ["org/a", "org/b"][:experts], calibration=calibration)
+    assert [command[command.index("-o") + 1] for command in asks(text)] == asked
+    sources = [task.calibration for task in Recipe.parse(text, "this").tasks]
+    assert sources[: len(calibration)] == calibration and {*asked} <= {*sources}
+    offered = "# mergekit-slta ask org/base -o base-answers.jsonl --topic"  # for several experts, as a proposal
+    assert (offered in text.replace("#   ", "")) == (experts == len(calibration) == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./family/bsae", "no folder ./family/bsae in HERE, did you mean 'base'?"),
+        ("family/bsae", "no folder family/bsae in HERE, did you mean 'base'?"),
+        ("org/base+./adapter", "no folder ./adapter in HERE: name a model that is there."),
+        ("/nowhere/base", "no folder /nowhere/base"),
+        ("a/b/c", "no folder a/b/c"),
+        ("family/other", ""),  # may be on the Hub
+        ("org/base@main", ""),
+    ],
+)
+def test_a_misspelt_folder_is_refused(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("family", "base").mkdir(parents=True)
+    for arguments in ((name, "org/math"), ("org/other", name)):
+        assert said.replace("HERE", str(tmp_path)) in run("new", *arguments, code=bool(said)).output
 
 
 def asks(text: str) -> list[list[str]]:
@@ -99,7 +131,9 @@ def test_adapters_get_a_ridge_of_their_own() -> None:
         assert found.ridge == ridge
 
 
-def test_models_of_one_name_get_files_of_their_own() -> None:
+def test_models_of_one_name_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("b", "it's here").mkdir(parents=True)
     text = new_recipe("a/base", ["b/base", "c/base", "b/it's here"])
     files = ["base-answers.jsonl", "base2-answers.jsonl", "it's here-answers.jsonl", "base3-answers.jsonl"]
     assert [task.calibration for task in Recipe.parse(text, "this").tasks] == files
@@ -136,8 +170,11 @@ def test_folders_that_are_there_are_no_names_on_the_hub(tmp_path: Path, monkeypa
         new_recipe("org/base", ["family/sums", "./family/sums"])
 
 
-@pytest.mark.parametrize("name", ["/a b/c: d", "#x/y", "'quoted'/x", "null", "ünï/x"])
-def test_names_are_quoted_as_yaml_needs_it(name: str) -> None:
+@pytest.mark.parametrize("name", ["./a b/c: d", "./#x/y", "./'quoted'/x", "null", "./ünï/x"])
+def test_names_are_quoted_as_yaml_needs_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("."):
+        Path(name).mkdir(parents=True)
     content = yaml.safe_load(new_recipe(name, ["org/math"]))
     assert content["base_model"] == name
 
