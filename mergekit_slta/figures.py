@@ -39,7 +39,6 @@ LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
-NEAR = 0.09  # shares whose notes overlap
 MAGNITUDES = 30  # the largest mean over the smallest one, from which an axis is logarithmic
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -62,15 +61,11 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Line:
-    """A series: its name in the legend, its points, where NaN leaves a gap, and what to write beside them.
-
-    Points with notes are shares; of points that are near each other, only the first has its note.
-    """
+    """A series: its name in the legend, and its points, where NaN leaves a gap."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -110,23 +105,13 @@ def drawn(figure: Figure, form: str = "png") -> bytes:
     return file.getvalue()
 
 
-def line_chart(
-    panels: Sequence[Panel],
-    *,
-    x_label: str,
-    y_label: str,
-    x_shares: bool = False,
-    lowest: float = -math.inf,
-    lines_at: Sequence[float] = (),
-) -> Figure:
+def line_chart(panels: Sequence[Panel], *, x_label: str, y_label: str, lowest: float = -math.inf) -> Figure:
     """Panels of lines below each other, with one scale, so that they can be compared.
 
     Args:
         panels: the panels, each with the same series in the same order.
-        x_label, y_label: the axes' names with their units.
-        x_shares: whether x is a share; otherwise it is a whole number.
+        x_label, y_label: the axes' names with their units; x is a whole number.
         lowest: smaller values are drawn here.
-        lines_at: values to mark with a thin horizontal line.
     """
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines], sharey=True)
@@ -137,19 +122,9 @@ def line_chart(
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 y = np.clip(line.y, lowest, math.inf)
                 ax.plot(line.x, y, color=colour, marker=marker, label=_short(line.label))
-                noted: list[tuple[float, float]] = []
-                for point in zip(line.x, y, line.notes, strict=False):
-                    if all(math.dist(point[:2], other) > NEAR for other in noted):  # else the notes overlap
-                        ax.annotate(point[2], point[:2], xytext=(4, 3), textcoords="offset points", fontsize=8)
-                        noted.append(point[:2])
-            for value in lines_at:
-                ax.axhline(value, color="#888888", linewidth=0.8, zorder=1)
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-            ax.margins(x=0.1 if x_shares else 0.05, y=0.15)  # room for notes
-            if not x_shares:
-                ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-            elif ax.get_xlim()[0] > 0:
-                ax.set_xlim(left=0)
+            ax.margins(x=0.05, y=0.15)
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if not any(value < 0 for panel in panels for line in panel.lines for value in line.y):
             axes[0].set_ylim(bottom=0)
         axes[-1].set_xlabel(x_label)

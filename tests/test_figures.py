@@ -29,11 +29,11 @@ def draw(figure: Figure) -> None:
     assert drawn(figure).startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("x", "options"), [([1.0, 2.0, 3.0], {}), ([4.0], {"x_shares": True, "lowest": -1.0})])
-def test_lines(x: list[float], options: dict[str, object]) -> None:
+@pytest.mark.parametrize(("x", "lowest"), [([1.0, 2.0, 3.0], -math.inf), ([4.0], -1.0)])
+def test_lines(x: list[float], lowest: float) -> None:
     y = [5.0, math.nan, 1e6][: len(x)]
     panels = [Panel(title, [Line(name, x, y) for name in NAMES]) for title in NAMES[:3]]
-    draw(line_chart(panels, x_label="$x", y_label="_y", lines_at=(0.5,), **options))  # type: ignore[arg-type]
+    draw(line_chart(panels, x_label="$x", y_label="_y", lowest=lowest))
 
 
 @pytest.mark.parametrize("columns", [1, 3, 40])
@@ -55,8 +55,7 @@ def test_values_below_0_differ_in_colour_and_from_those_above() -> None:
 
 def test_axes_begin_at_0_and_a_single_series_has_no_legend() -> None:
     for lowest, values in ((0.0, [0.8, 0.9]), (-0.2, [-0.2, 0.9])):
-        figure = line_chart([Panel("", [Line("a", [0.5, 0.9], values)])], x_label="", y_label="", x_shares=True)
-        assert figure.axes[0].get_xlim()[0] == 0
+        figure = line_chart([Panel("", [Line("a", [0, 1], values)])], x_label="", y_label="")
         assert figure.axes[0].get_ylim()[0] == 0 if lowest == 0 else figure.axes[0].get_ylim()[0] < lowest
         assert not figure.legends
 

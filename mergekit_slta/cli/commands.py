@@ -214,8 +214,8 @@ def solve(
 
     STATS is a file that `calibrate` wrote, the folder of a merge with slta, or hf:ORG/REPO/FILE[@REVISION] on the Hub.
     Solving takes a second and needs neither models nor prompts. The command prints the merging weight of each expert
-    in each block of the model, and how close the merged block comes to the expert's ("keeps": 1 does what the
-    expert's block does, 0 what the base model's does). Write models' names in the options as in the printed table or in
+    in each submodule, and how close the merged submodule comes to the expert's ("keeps": 1 does what the expert's
+    submodule does, 0 what the base model's does). Write models' names in the options as in the printed table or in
     STATS. --task-weight and --model may be repeated. If the base model's prompts were measured, --keep-weight is 1.0 by
     default; 0 leaves them out. For the folder of a merge, the defaults of --level, --ridge, --balance and --keep-weight
     are the settings of its recipe.
@@ -318,7 +318,7 @@ def linearity(
     """Before a merge, measure how far the experts' effects are from being proportional to their weights.
 
     The command writes linearity.json and a page with figures (linearity.html) into DIR. They show, for each expert, how
-    far its effect on the model's blocks is from being proportional to its weight (the non-linearity score of arXiv
+    far its effect on the model's submodules is from being proportional to its weight (the non-linearity score of arXiv
     2504.10902), and how far the effect of a merge is from the sum of the experts' effects. The command first prints the
     number of forward passes. It takes dozens of times as long as `calibrate`. On several GPUs:
     torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
@@ -359,7 +359,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     torch.set_num_threads(1)  # fastest for many tiny matrices
     page = report_page(Statistics.load(stats, transformers_cache).solve(**_arguments_of_merge(stats)))
     path = page.write(folder, "report.html")
-    click.echo(f"{page.verdict[0]}\n{page.verdict[1]}\n\n{path} written")
+    click.echo(f"{page.verdict[0]}\n\n{path} written")
 
 
 @main.command(cls=ModelCommand, short_help="Merge, as mergekit-yaml does.")

@@ -73,7 +73,7 @@ _FORMS = {
     ),
     "ties": _Form(
         "mergekit's mean of the changes that agree in sign, for comparison",
-        expert=f"{_COUNTS}      density: 0.5        # the share of the change's entries that remain, the largest ones\n",
+        expert=f"{_COUNTS}      density: 0.5        # the share of the change's entries that remain, the largest\n",
         of_mergekit=True,
     ),
 }
@@ -108,7 +108,7 @@ _RECIPE = """\
 {% if with_data %}
 #   mergekit-slta evaluate RECIPE ./merged ./other{{ cache }}   compares this merge with another, such as one by ties
 {% else %}
-#   mergekit-slta evaluate OTHER ./merged{{ cache }}   scores the merge on the prompts in another recipe, such as one for featcal
+#   mergekit-slta evaluate OTHER ./merged{{ cache }}   scores the merge on the prompts of another recipe, for featcal
 {% endif %}
 {% if form.of_mergekit %}
 # (mergekit-slta check is not for this method, which is mergekit's own.)

@@ -41,7 +41,7 @@ def linearity_page(result: Linearity) -> Page:
     experts = short_names(result.experts)
     single = {short: [name] for short, name in zip(experts, result.experts, strict=True)}
     sizes = [size for size in SETTINGS_OF if _merges(result, size)]
-    score = f"As in Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}prompts and blocks."
+    score = f"As in Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}prompts and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
         verdict=[verdict(result), SCORES_MEANING],

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
-from itertools import combinations, groupby
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,17 +20,12 @@ from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
 
-# Of the quickstart's experts, those that keep less than 0.5 of the feature change keep less than a third of their gain
-# in exact answers; those that keep 0.6 to 0.75, in merges of two, keep between a third and nearly all.
-LOSES_MOST, KEEPS_ENOUGH = 0.5, 0.75
-HARDLY_INTERFERES = 0.9  # what two experts, merged without others, keep on average
-KEEP_WEIGHTS = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)  # the weights κ of the base model's task in the picture of the trade
 DRAWS = 200  # of the samples, for the intervals of the merging weights
 ENDS = (0.05, 0.95)
 SEED = 0
 MEANING = (
-    "A feature is the output of a block of the model. On the expert's own prompts, 1 means that the merge's blocks "
-    "give the expert's outputs, 0 that they are as far from the expert's as the base model's are. The "
+    "A feature is the output of a submodule. On the expert's own prompts, 1 means that the merge's submodules give the "
+    "expert's outputs, 0 that they are as far from the expert's as the base model's are. The "
     "calculation assumes that features change in proportion to the merging weights. The share of the feature change "
     "says little about accuracy: score the merge with mergekit-slta evaluate."
 )
@@ -42,69 +34,20 @@ MEANING = (
 # In words
 
 
-def verdict(solution: Solution) -> str:
-    """Whether to merge these experts, which of them loses most of its change, and which two interfere most, where."""
-    pairs = [*zip(short_names(solution.models), solution.kept.tolist(), strict=True)]
-    if idle := [name for name, share in pairs if math.isnan(share)]:
-        change = "changes" if len(idle) == 1 else "change"
-        return f"{enumerated(idle)} {change} nothing, as a copy of the base model would: check the models' folders."
-    alone, losing = len(pairs) == 1, [name for name, share in pairs if share < LOSES_MOST]
-    weak = losing or [name for name, share in pairs if share < KEEPS_ENOUGH]
-    every = "Both" if len(pairs) == 2 else "All of them"
-    who = every if 1 < len(weak) == len(pairs) else enumerated(weak or [pairs[0][0]])
-    loses = "lose" if len(weak) > 1 else "loses"
-    if losing:
-        fix = "lower the weight κ of the base model's prompts" if alone else "leave it out"
-        fix = "leave one of them out" if len(losing) > 1 else fix
-        advice = f"{who} {loses} most of the feature change: {fix}, or merge with featcal, which solves each matrix."
-    elif weak:
-        advice = f"{who} {loses} more than 0.25 of the feature change: score the merge with mergekit-slta "
-        advice += "evaluate, or merge with featcal, which solves each matrix."
-    else:
-        whose = "the" if alone else "each"
-        advice = (
-            f"Weighted sums keep most of {whose} expert's feature change: score the merge with mergekit-slta evaluate."
-        )
-    return " ".join([advice, *_interference(solution)])
-
-
 def kept_sentence(solution: Solution) -> str:
-    """How much of each expert's feature change the merge keeps, and how much of the base model on its own task."""
-    pairs = zip(short_names(solution.models), solution.kept.tolist(), strict=True)
-    first, *others = [f"{as_score(share)} of {possessive(name)}" for name, share in pairs]
-    others += [f"{as_score(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
-    return f"At level {solution.level}, the merge keeps {enumerated([f'{first} feature change', *others])}."
-
-
-def _interference(solution: Solution) -> Iterator[str]:
-    """A sentence on the two experts of which a merge of these two alone keeps least, and on the layers."""
-    measured = solution.statistics.at_levels([solution.level])
-    members = combinations(range(len(solution.models)), 2)
-    pairs = [measured.take(pair, keep=False).solve(solution.level, balance=solution.balance) for pair in members]
-    worst = min(pairs, key=lambda pair: _mean(pair.kept), default=None)
-    if worst is None or _mean(worst.kept) >= HARDLY_INTERFERES:
-        return
-    where = _where_most({layer: -_mean(kept) for layer, kept in kept_by_layer(worst).items()})
-    names = dict(zip(solution.models, short_names(solution.models), strict=True))
-    if len(names) > 2:
-        shares = enumerated(list(map(as_score, worst.kept.tolist())))
-        pair = enumerated([names[model] for model in worst.models])
-        yield f"{pair} interfere most{where}: a merge of these two alone keeps {shares} of their feature change."
-    elif where:
-        yield f"They interfere most{where}."
-
-
-def _where_most(by_layer: Mapping[int, float]) -> str:
-    """The layers with the largest values, a quarter, at most three, as in " in layers 0 and 3-4"; "" without any."""
-    most = sorted(by_layer, key=by_layer.__getitem__, reverse=True)[: math.ceil(min(len(by_layer), 12) / 4)]
-    pairs = enumerate(sorted(most))
-    runs = [[layer for _, layer in run] for _, run in groupby(pairs, lambda pair: pair[1] - pair[0])]
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f" in layer{'s' * (len(most) > 1)} {enumerated(words)}" if words else ""
-
-
-def _mean(kept: torch.Tensor) -> float:
-    return float(kept.nan_to_num(1.0).mean())  # an expert that changes nothing loses nothing
+    """How much of each expert's feature change the merge keeps, and where; and how much of the base model."""
+    by_layer, clauses = kept_by_layer(solution), []
+    for number, (name, share) in enumerate(zip(short_names(solution.models), solution.kept.tolist(), strict=True)):
+        clause = f"{as_score(share)} of {possessive(name)}" + " feature change" * (number == 0)
+        layers = {layer: float(shares[number]) for layer, shares in by_layer.items() if not shares[number].isnan()}
+        if len(layers) > 1:
+            least, most = min(layers, key=layers.__getitem__), max(layers, key=layers.__getitem__)
+            clause += f" (from {as_score(layers[least])} in layer {least} to {as_score(layers[most])} in layer {most})"
+        elif math.isnan(share):
+            clause += " (it has none: is it a copy of the base model?)"
+        clauses.append(clause)
+    clauses += [f"{as_score(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
+    return f"At level {solution.level}, the merge keeps {enumerated(clauses)}."
 
 
 # In numbers, from the Gram matrices alone
@@ -165,9 +108,9 @@ def report_page(found: Solution | Statistics) -> Page:
         charts = [_retained_chart(solution), _alpha_chart(solution, weights)]
     return Page(
         title=f"Report on a merge of {enumerated(short_names(solution.models))}",
-        verdict=[verdict(solution), kept_sentence(solution), MEANING, *solution.notes()],
+        verdict=[kept_sentence(solution), MEANING, *solution.notes()],
         facts=_facts(solution),
-        charts=[*charts, *([_trade_chart(solution)] if solution.keeps_base else [])],
+        charts=charts,
         table=table,
     )
 
@@ -211,39 +154,9 @@ def _retained_chart(solution: Solution) -> Chart:
     return Chart(
         name=f"retained-{solution.level}",
         title="Share kept of each expert's feature change",
-        caption="On each expert's own prompts. A thin line marks 0.5. Shares below −1 are drawn at −1.",
-        picture=line_chart(
-            panels, x_label="decoder layer", y_label="share of the change", lowest=-1.0, lines_at=[LOSES_MOST]
-        ),
+        caption="On each expert's own prompts. Shares below −1 are drawn at −1.",
+        picture=line_chart(panels, x_label="decoder layer", y_label="share of the change", lowest=-1.0),
         table=_table(solution, [map(as_score, row) for row in retained.tolist()]),
-    )
-
-
-def _trade_chart(solution: Solution) -> Chart:
-    """What a merge keeps of the experts against what it keeps of the base model, by the weight of the base's task."""
-    same: dict[str, Any] = {"balance": solution.balance, "ridge": solution.ridge, "task_weights": solution.task_weights}
-    merges = [solution.statistics.solve(solution.level, keep_weight=weight, **same) for weight in KEEP_WEIGHTS]
-    base, weights = [merge.base_kept for merge in merges], list(map(plain_number, KEEP_WEIGHTS))
-    names, curves = short_names(solution.models), torch.stack([merge.kept for merge in merges]).T.tolist()
-    lines = [Line(name, base, curve) for name, curve in zip(names, curves, strict=True)]
-    # The points of one κ are above each other.
-    lines[0] = replace(lines[0], notes=[f"κ {weight}" for weight in weights])
-    return Chart(
-        name=f"trade-{solution.level}",
-        title="The experts' shares against the base model's",
-        caption="Each point is a merge with another weight κ of the base model's prompts. The base model's share is 1 "
-        "if the merge changes nothing on these prompts, and 0 if it changes as much as one whole expert.",
-        picture=line_chart(
-            [Panel("", lines)],
-            x_label="the base model's share",
-            y_label="the expert's share",
-            x_shares=True,
-            lowest=-1.0,
-        ),
-        table=Table(
-            ["κ", "the base model", *names],
-            [[weight, *map(as_score, shares)] for weight, *shares in zip(weights, base, *curves, strict=True)],
-        ),
     )
 
 

@@ -46,7 +46,7 @@ def main(folder: Path, real: Path | None = None) -> None:
             _save(shot, "report.png")
         whole.unlink()
         (out / "drift.png").unlink()  # the page shows it
-        _draw(out, "./family/base", data, data["./family/words"], statistics)
+        _draw(out, "./family/base", data, statistics)
         if real is not None:
             os.chdir(real)
             _draw_real(real, out / "real")
@@ -56,17 +56,11 @@ def main(folder: Path, real: Path | None = None) -> None:
                     _save(drawn, f"figures/{prefix}{figure.name}")
 
 
-def _draw(out: Path, base: str, data: dict[str, str], other: str, statistics: slta.Statistics) -> None:
-    """Draw the figures of the gallery as PNG files.
-
-    ``data`` are the experts' calibration files, ``other`` the base model's prompts, to keep beside the first expert.
-    """
+def _draw(out: Path, base: str, data: dict[str, str], statistics: slta.Statistics) -> None:
+    """Draw the figures of the gallery as PNG files; ``data`` are the experts' calibration files."""
     out.mkdir(parents=True, exist_ok=True)
     slta.report(statistics, out)
-    first = next(iter(data.items()))
-    slta.report(slta.measure(recipe_of(base, dict([first, (base, other)])), quiet=True).solve(), out / "keeping")
     write_linearity(slta.linearity(recipe_of(base, data), quiet=True), out)
-    (out / "keeping" / "trade-attn_mlp.png").rename(out / "trade-attn_mlp.png")
 
 
 def _draw_real(folder: Path, out: Path) -> None:
@@ -76,7 +70,7 @@ def _draw_real(folder: Path, out: Path) -> None:
     family = real_family.train_family(folder, 0, list(real_family.TASKS)[:3])
     data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
     statistics = slta.measure(recipe_of("../base", data), quiet=True)
-    _draw(out, "../base", data, "../base.jsonl", statistics)
+    _draw(out, "../base", data, statistics)
     (out / "distances.png").unlink()  # as that of the tiny expert
 
 
