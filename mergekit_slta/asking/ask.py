@@ -32,7 +32,7 @@ from mergekit_slta.data.records import (
     unread,
     with_system,
 )
-from mergekit_slta.data.sources import CalibrationSource, read_records
+from mergekit_slta.data.sources import CalibrationSource
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.errors import SltaError, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -95,7 +95,7 @@ def ask(
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
     experiment, (reference,) = opened(recipe, options), recipe.references
     positions, tokenizer = experiment.model(reference).size("max_position_embeddings"), experiment.tokenizer(reference)
-    source = CalibrationSource(os.fspath(prompts), "", tokenizer, lambda: tokenizer, WHOLE, 0)
+    source = CalibrationSource(os.fspath(prompts), "", lambda: tokenizer, lambda: tokenizer, WHOLE, 0)
     asked = _asked(source, topics, whole_number("samples", samples), (positions or WHOLE) - limit)
     checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
     run = files.digest([checkpoint.fingerprint(), [prompt.ids for prompt in asked], limit])
@@ -139,7 +139,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     if topics and source.source:
         raise SltaError("PROMPTS replaces the package's prompts, from which topics choose: give only one of the two.")
     general = [{"prompt": prompt} for prompt in general_prompts(topics)]
-    records: Sequence[Record] = read_records(source.source) if source.source else general
+    records: Sequence[Record] = source.records if source.source else general
     numbers = range(len(records))
     asked, unfit, ignored = list[_Prompt](), list[str](), set[str]()
     for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:

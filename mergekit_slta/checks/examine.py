@@ -19,7 +19,7 @@ from mergekit.common import ModelReference
 
 from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset, read_records
+from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
@@ -219,7 +219,7 @@ def _require_samples(experiment: Experiment, task: Task) -> None:
     if is_dataset(task.calibration):
         _require_dataset(task.calibration)
     else:
-        read_records(task.calibration)  # known without the base model's tokenizer
+        _ = experiment.source(task, task.calibration).records  # known without the base model's tokenizer
         experiment.load_data([task])
 
 

@@ -86,26 +86,29 @@ class _Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """Draws samples from the records of one source.
+    """A source that is opened once: its records are read when they are first used, and samples are drawn from them."""
 
-    Attributes:
-        source: what the recipe gives as ``calibration``.
-        template: a ``str.format`` string over a record's fields, or "" to choose the fields by their names.
-        tokenizer: the tokenizer of the base or merged model, which tokenizes everything.
-        expert_tokenizer: loads the expert's tokenizer, or raises an SltaError; called only if ``tokenizer`` lacks a
-            chat template that is needed.
-        max_tokens: how many tokens of a sample to keep, from its beginning.
-        seed: decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``.
-    """
+    source: str  # what the recipe gives as ``calibration``
+    template: str  # a ``str.format`` string over a record's fields, or "" to choose the fields by their names
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase]  # of the base or merged model, which tokenizes everything
+    # Called only if that one lacks a chat template that is needed; may raise an SltaError.
+    load_expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    max_tokens: int  # of a sample, from its beginning
+    seed: int  # decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``
 
-    source: str
-    template: str
-    tokenizer: PreTrainedTokenizerBase
-    expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
-    max_tokens: int
-    seed: int
+    @cached_property
+    def records(self) -> Sequence[Record]:
+        """The records of the source; see ``read_records``."""
+        return read_records(self.source)
 
-    def draw(self, samples: int, used: Sequence[CalibrationData] = (), quiet: bool = False) -> CalibrationData:
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the base or merged model."""
+        return self.load_tokenizer()
+
+    def draw(
+        self, samples: int, used: Sequence[CalibrationData] = (), *, seed: int | None = None, quiet: bool = False
+    ) -> CalibrationData:
         """Draw samples: records in the seed's order, without the empty and the unfit ones, until there are enough.
 
         What is skipped, left out or cut is logged as a warning, in a sentence each; so is a lack of records.
@@ -115,12 +118,13 @@ class CalibrationSource:
             used: samples drawn before; records with the same tokens as one of them are left out, and none may be
                 left; so are those whose answer lies beyond ``max_tokens``, if others are left. If they are of this
                 source, nothing is said of the others.
+            seed: another one than the source's own.
             quiet: say nothing at all.
 
         Raises:
             SltaError: the source cannot be read, or no record is usable.
         """
-        records = read_records(self.source)
+        records = self.records
         fields = getattr(records, "column_names", None) or dict.fromkeys(name for record in records for name in record)
         source = f"Calibration source {self.source!r}"
         # Fields that no record has are refused before each one is looked at.
@@ -128,7 +132,7 @@ class CalibrationSource:
         repeated = {row for data in used for row in data.token_ids}
         drawn: list[_Sample] = []
         empty, unfit = 0, list[str]()
-        for index in random.Random(self.seed).sample(range(len(records)), len(records)):
+        for index in random.Random(self.seed if seed is None else seed).sample(range(len(records)), len(records)):
             if len(drawn) == samples:
                 break
             try:
@@ -278,7 +282,7 @@ class CalibrationSource:
         Raises:
             SltaError: neither has one.
         """
-        for load in (lambda: self.tokenizer, self.expert_tokenizer):
+        for load in (lambda: self.tokenizer, self.load_expert_tokenizer):
             tokenizer = load()
             with contextlib.suppress(ValueError, NotImplementedError):
                 tokenizer.get_chat_template()

@@ -240,6 +240,7 @@ def evaluate(
     tasks = dict(zip([*titles, KEEP], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     recipes = [*_calibrated(folders)]
     groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count, recipes))}
+    experiment.sources.clear()
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")
     names = [BASE, *map(_expert, titles)]

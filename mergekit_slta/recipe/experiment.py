@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
@@ -19,7 +18,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset
+from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.files import digest
@@ -64,6 +63,7 @@ class Experiment:
     Attributes:
         device: where the layers run.
         drawn: the calibration samples that were drawn, by task and number.
+        sources: the files and datasets that were opened, with their records; whoever has drawn all samples clears it.
 
     Raises:
         SltaError: the file cannot be read.
@@ -79,6 +79,7 @@ class Experiment:
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)
         self.drawn: dict[tuple[Task, int], CalibrationData] = {}
+        self.sources: dict[tuple[Task, str], CalibrationSource] = {}
         self._models: dict[ModelReference, Model] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
@@ -257,37 +258,41 @@ class Experiment:
         """A task's calibration samples: ``count`` of them, by default the task's number; see ``draw``."""
         key = task, count or task.samples
         if key not in self.drawn:
-            self.drawn[key] = self._source(task, task.calibration).draw(key[1])
+            self.drawn[key] = self.source(task, task.calibration).draw(key[1])
         return self.drawn[key]
 
     def held_out(self, task: Task, count: int, merges: Sequence[Recipe] = ()) -> CalibrationData:
         """``count`` records of the task that are no calibration samples, of the recipe or of those of other merges.
 
-        They are of the task's ``evaluation`` source if it has one.
+        They are of the task's ``evaluation`` source if it has one. A record is left out because of its tokens: the
+        merges may name other files that hold it, too.
         """
         used = [self.samples(task)]
-        sources = [os.path.abspath(source) for source in (task.calibration, task.evaluation) if source]
+        keys = {source_key(source) for source in (task.calibration, task.evaluation) if source}
         for recipe in merges:
             for other in recipe.tasks:
-                if other.calibration and os.path.abspath(other.calibration) in sources:
-                    source = self._source(task, other.calibration, recipe.settings_of(CalibrationSettings).seed)
-                    used.append(source.draw(other.samples, quiet=True))
-        return self._source(task, task.evaluation or task.calibration).draw(count, used)
+                name, seed = other.calibration, recipe.settings_of(CalibrationSettings).seed
+                with suppress(SltaError):  # a file that is not there, or in which nothing fits this task's template
+                    if source_key(name) in keys or other.reference == task.reference:
+                        used.append(self.source(task, name).draw(other.samples, seed=seed, quiet=True))
+        return self.source(task, task.evaluation or task.calibration).draw(count, used)
 
-    def _source(self, task: Task, source: str, seed: int | None = None) -> CalibrationSource:
-        if self.quiet and is_dataset(source):
+    def source(self, task: Task, name: str) -> CalibrationSource:
+        """A source that is read as the task's records are, opened once."""
+        if self.quiet and is_dataset(name):
             import datasets  # slow to import, and most recipes name files
 
             datasets.disable_progress_bars()
-        template_of, settings = functools.partial(self.tokenizer, task.reference), self.settings
-        return CalibrationSource(
-            source,
-            task.template,
-            self.samples_tokenizer,
-            template_of,
-            settings.max_tokens,
-            settings.seed if seed is None else seed,
-        )
+        if (task, name) not in self.sources:
+            self.sources[task, name] = CalibrationSource(
+                name,
+                task.template,
+                lambda: self.samples_tokenizer,
+                functools.partial(self.tokenizer, task.reference),
+                self.settings.max_tokens,
+                self.settings.seed,
+            )
+        return self.sources[task, name]
 
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the task's number.

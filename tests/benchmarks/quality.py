@@ -72,7 +72,9 @@ def _score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
 def _published(models: family.Family, folder: Path, count: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
-        CalibrationSource(str(models.calibration[task]), "", tokenizer, lambda: tokenizer, max_tokens=512, seed=0)
+        CalibrationSource(
+            str(models.calibration[task]), "", lambda: tokenizer, lambda: tokenizer, max_tokens=512, seed=0
+        )
         .draw(count)
         .token_ids
         for task in models.experts

@@ -71,7 +71,7 @@ def test_expert_chat_template_is_loaded_once_and_only_if_the_base_has_none(
         loads.append(1)
         return chat_tokenizer
 
-    rows = load(source, plain_tokenizer, expert_tokenizer=expert, samples=3).token_ids
+    rows = load(source, plain_tokenizer, load_expert_tokenizer=expert, samples=3).token_ids
     assert rows == load(source, chat_tokenizer, samples=3).token_ids
     assert (BOS, *spelled("[user]hi\n[assistant]ho\n")) in rows  # the beginning of a text once, by the template
     assert len(loads) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.evaluation.scores import Sample
+from mergekit_slta.files import RECIPE_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.lookup import measure
 
@@ -240,16 +242,32 @@ def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paire
         evaluate(Recipe.parse(json.dumps(own), "linear.yml"), paired.base, quiet=True)
 
 
-def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(paired: Family, tmp_path: Path) -> None:
+def linked(file: str) -> str:
+    link = Path(file).with_suffix(".link.jsonl")
+    link.symlink_to(file)
+    return str(link)
+
+
+def copied(file: str) -> str:
+    return str(shutil.copy(file, Path(file).with_suffix(".copy.jsonl")))
+
+
+@pytest.mark.parametrize(
+    "spelled_otherwise", [os.path.relpath, linked, lambda file: f"~/{os.path.relpath(file, Path.home())}", copied]
+)
+def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(
+    spelled_otherwise: Callable[[str], str], paired: Family, tmp_path: Path
+) -> None:
     """With other numbers of prompts or another seed, merges of one recipe use other prompts of the same files."""
     settings: list[dict[str, Any]] = [{"samples": SAMPLES}, {"samples": SAMPLES + 1}, {"samples": SAMPLES, "seed": 1}]
     contents = [families.recipe(paired, max_tokens=24, **own) for own in settings]
     merged = []
     for number, content in enumerate(contents):
-        for entry in content["models"][:number]:  # a path may be spelled in another way
-            entry["parameters"]["calibration"] = os.path.relpath(entry["parameters"]["calibration"])
-        merged.append(tmp_path / str(number))
-        run("merge", families.write_recipe(tmp_path / f"{number}.yml", content), merged[-1], "--quiet")
+        for entry in content["models"] if number == 1 else ():
+            entry["parameters"]["calibration"] = spelled_otherwise(entry["parameters"]["calibration"])
+        merged.append(Path(shutil.copytree(paired.experts[0], tmp_path / str(number))))
+        families.write_recipe(tmp_path / f"{number}.yml", content)
+        families.write_recipe(merged[-1] / RECIPE_OF_MERGE, content)
     tasks = evaluate(tmp_path / "0.yml", merged, samples=RECORDS, quiet=True).tasks
     for index, task in enumerate(families.experiment(contents[0]).recipe.experts):
         used = {

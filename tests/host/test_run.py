@@ -19,6 +19,7 @@ from support import command, families
 from support.families import Family
 from support.merging import State, stored
 
+from mergekit_slta.data import sources
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.host import run
@@ -199,3 +200,13 @@ def test_its_options_are_mergekits() -> None:
     }
     with pytest.raises(TypeError, match="no option devise"):
         merge("recipe.yml", "out", devise="cuda")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal"])
+def test_each_file_of_prompts_is_read_once_by_the_check_and_the_merge_together(
+    method: str, family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, names = sources.read_records, list[str]()
+    monkeypatch.setattr(sources, "read_records", lambda name: names.append(name) or read(name))
+    merge(Recipe(families.recipe(family, method, samples=2)), tmp_path / "out", quiet=True)
+    assert sorted(names) == sorted(map(str, family.data))

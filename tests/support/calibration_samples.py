@@ -53,8 +53,8 @@ def not_needed() -> PreTrainedTokenizerBase:
 
 
 def source_of(source: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> CalibrationSource:
-    defaults: dict[str, Any] = {"template": "", "expert_tokenizer": not_needed, "max_tokens": 100, "seed": 0}
-    return CalibrationSource(source, tokenizer=tokenizer, **defaults | settings)
+    defaults: dict[str, Any] = {"template": "", "load_expert_tokenizer": not_needed, "max_tokens": 100, "seed": 0}
+    return CalibrationSource(source, load_tokenizer=lambda: tokenizer, **defaults | settings)
 
 
 def load(source: str, tokenizer: PreTrainedTokenizerBase, samples: int = 4, **settings: Any) -> CalibrationData:
