@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 from mergekit.common import ModelReference
 
 from mergekit_slta.data.records import MARK
-from mergekit_slta.errors import SltaError, reading, refuse
+from mergekit_slta.errors import SltaError, first_line, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
+
+LOG = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -98,7 +101,8 @@ def end_of_turn(tokenizer: Any) -> str | None:
     turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # without a template, or of any kind that the template raises
+    except Exception as error:  # without a template, or of any kind that the template raises
+        LOG.info("%s shows no end of a turn: %s", tokenizer.name_or_path, first_line(error))
         return None
     after = text.partition(MARK)[2].lstrip()
     return max((token for token in tokenizer.get_added_vocab() if after.startswith(token)), key=len, default=None)

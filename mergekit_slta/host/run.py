@@ -208,7 +208,7 @@ def _merged(
     if options.write_model_card:
         try:
             card.write_card(folder, recipe, merge.solution)
-        except Exception as error:  # the model is written: nothing about its card may make the merge fail
+        except (SltaError, OSError) as error:  # the model is written: no text of a card may make the merge fail
             LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
     partial.remove()
     return unfinished

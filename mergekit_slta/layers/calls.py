@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall, Reached
+from mergekit_slta.layers.decoder import Decoder, LayerCall, ModelCodeError, OfStandIn, Reached, own_code_of
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Weights
 
@@ -42,6 +42,8 @@ def stand_ins(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[No
         del layers[index].forward
         try:
             return forward(index, hidden, LayerCall(args[1:], kwargs))
+        except Exception as error:
+            raise OfStandIn(error) from None
         finally:
             layers[index].forward = functools.partial(stand_in, index)
 
@@ -116,7 +118,7 @@ def capture_calls(
     weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
     kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
     decoder.restore()
-    with stand_ins(decoder.layers, hand_on), torch.no_grad():
+    with stand_ins(decoder.layers, hand_on), torch.no_grad(), own_code_of(decoder.name):
         torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
     problem = None
     if len(calls) != len(decoder):
@@ -192,7 +194,11 @@ def tail_tensors(decoder: Decoder) -> list[str]:
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
-    """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``."""
+    """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``.
+
+    Raises:
+        ModelCodeError: the model's own code raises something, or does not call the head.
+    """
     head = decoder.model.get_output_embeddings()
     given: list[torch.Tensor] = []
 
@@ -203,7 +209,7 @@ def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.
     head.forward = stop
     try:
         _run_tail(decoder, hidden, edges)
-        raise SltaError(f"{decoder.name} does not call its output head.")
+        raise ModelCodeError(f"{decoder.name} does not call its output head")
     except Reached:
         return given[0]
     finally:
@@ -221,7 +227,7 @@ def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
     def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
         return returned_like(returned[layer], final if layer == last else torch.full_like(final, torch.nan))
 
-    with stand_ins(decoder.layers, output), torch.no_grad():
+    with stand_ins(decoder.layers, output), torch.no_grad(), own_code_of(decoder.name):
         return torch.func.functional_call(
             decoder.model,
             {embedding_tensor(decoder): unknown, **edges},

@@ -9,10 +9,11 @@ records their inputs and outputs, and may also replace a module's output, or end
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import transformers
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, submodule_name
 from mergekit_slta.models.checkpoint import Weights
@@ -120,6 +121,30 @@ class LayerForm:
 
 class Reached(Exception):
     """Ends a run at the module that it was to reach; this is not a failure."""
+
+
+class ModelCodeError(RuntimeError):
+    """What a model's own code has raised, which may be anything, with the part of the model that raised it."""
+
+
+class OfStandIn(BaseException):
+    """Carries an ``error`` of a function that stands in for a layer through the model's own code."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+@contextlib.contextmanager
+def own_code_of(part: str) -> Iterator[None]:
+    """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one."""
+    try:
+        yield
+    except (Reached, MemoryError, torch.OutOfMemoryError):
+        raise
+    except OfStandIn as carried:
+        raise carried.error from carried.error.__cause__
+    except Exception as error:
+        raise ModelCodeError(f"{part}: {type(error).__name__}: {first_line(error)}") from error
 
 
 @dataclass
@@ -300,13 +325,17 @@ class Decoder:
         """Run a layer on hidden states [B, S, D] as the model does, to its end or until it calls a module.
 
         ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
+
+        Raises:
+            ModelCodeError: whatever the layer's own code raises.
         """
         run, copied = LayerRun(**settings), call.with_state({})
         self.restore()
         arguments = self.as_called(hidden).clone(), *copied.args  # the layer may change its input in place
         self.runs.append(run)
         try:
-            returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, copied.kwargs)
+            with own_code_of(f"layer {layer} of {self.name}"):
+                returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, copied.kwargs)
             run.returned, run.output = returned, self.tokens_first(hidden_of(returned))
             run.state = handed_on(returned, self.form.handed)
         except Reached:

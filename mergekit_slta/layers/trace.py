@@ -14,6 +14,7 @@ Nothing here knows an architecture by name.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ import transformers
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import (
     capture_calls,
     embed,
@@ -42,6 +43,7 @@ from mergekit_slta.layers.decoder import (
     LayerForm,
     LayerRun,
     LayerStructure,
+    ModelCodeError,
     Nodes,
     all_before,
     close,
@@ -54,6 +56,8 @@ from mergekit_slta.layers.decoder import (
 from mergekit_slta.layers.maps import Heads, linear_maps, takes_some_tokens
 from mergekit_slta.models.checkpoint import Weights
 from mergekit_slta.models.layout import meta_model
+
+LOG = logging.getLogger(__name__)
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -96,12 +100,10 @@ def trace_model(
         of_kind = {layer: find_structure(decoder, layer) for layer in decoder.one_of_each_kind()}
         structures = [of_kind[first] for first in decoder.first_of_kind]
         return replace(decoder, structures=structures, tail_problem=_tail_problem(decoder))
-    except SltaError:
-        raise
-    except Exception as error:  # a model's own code may raise anything
+    except ModelCodeError as error:
         raise SltaError(
-            f"The layers of {decoder.name} cannot be run one at a time ({type(error).__name__}: {error}), as slta "
-            "and featcal do: use 'merge_method: actmat'."
+            f"The layers of {decoder.name} cannot be run one at a time ({error}), as slta and featcal do: use "
+            "'merge_method: actmat'."
         ) from error
 
 
@@ -169,11 +171,10 @@ def _with_form(decoder: Decoder) -> Decoder:
     """The decoder with its ``form``, and with the language tower alone if the model cannot run without images."""
     try:
         decoder = replace(decoder, form=_try_layers(decoder))
-    except SltaError:
-        raise
-    except Exception:  # a model's own code may raise anything where it is not given images
+    except ModelCodeError as error:  # as where it is not given images
         if decoder.tower in (decoder.model, decoder.body):
             raise
+        LOG.info("The language tower of %s runs without the rest: %s", decoder.name, error)
         return _with_form(replace(decoder, body=decoder.tower))
     return decoder if decoder.form.causal else _attending_causally(decoder)
 
@@ -258,8 +259,8 @@ def _tail_problem(decoder: Decoder) -> str | None:
         if not given.isnan().any():
             return None
         why = "it needs those of earlier layers too"
-    except Exception as error:  # a model's own code may raise anything
-        why = first_line(error)
+    except ModelCodeError as error:
+        why = str(error)
     return (
         f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
         f"decoder layer alone ({why}). Use 'level: layer'."
@@ -276,10 +277,13 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure:
     tokens = trial.base.output.shape[:2]
     of_some = (name for name, given in trial.base.inputs.items() if takes_some_tokens(name, given[0], tokens))
     split = LayerStructure(of_some_tokens=next(of_some, ""))
-    with contextlib.suppress(Exception):  # a model's own code may raise anything when modules return other values
+    try:
         split = _without_heads(trial, decoder, layer, split)
         if split.branches:
             split = replace(split, heads=find_heads(decoder, layer, split))
+    except ModelCodeError as error:  # as where modules return other values than they do in the model
+        level = logging.INFO if split.branches else logging.WARNING  # of heads their fallback tells
+        LOG.log(level, "Layers like this one are not split further, because its trace fails: %s", error)
     return split
 
 
@@ -425,7 +429,7 @@ def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | s
     """The heads of a layer's attention, or why there are none to be told apart.
 
     Raises:
-        Exception: whatever a model's own code raises when its norms return what they are given.
+        ModelCodeError: the model's own code fails when its norms return what they are given.
     """
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
     if not kinds:

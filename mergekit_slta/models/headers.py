@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -25,6 +26,8 @@ from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.words import listed
+
+LOG = logging.getLogger(__name__)
 
 # In mergekit's order of preference.
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -72,10 +75,11 @@ class Model:
 
     @cached_property
     def built(self) -> transformers.PreTrainedModel | None:
-        """transformers' own model without weights; None if transformers cannot build it."""
+        """transformers' own model without weights; None, with a warning, if transformers cannot build it."""
         try:
             return meta_model(self.config, self.trust_remote_code)
-        except SltaError:
+        except SltaError as error:
+            LOG.warning("What needs the structure of %s is not checked: %s", self, error)
             return None
 
     @property

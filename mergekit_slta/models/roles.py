@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.layout import meta_model
 
 LOG = logging.getLogger(__name__)
@@ -110,16 +110,21 @@ def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
 
 def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping[str, Role]:
     """The roles of the base model's tensors; empty, with a warning, if transformers cannot build the model."""
-    try:
-        if not isinstance(base, ModelReference):
-            raise SltaError("the tensors come without a model")
-        return tensor_roles(meta_model(base.config(trust_remote_code), trust_remote_code))
-    except Exception as error:
-        LOG.warning(
-            "%s cannot read the structure of %s (%s), and uses the shapes of the tensors: it treats matrices as "
-            "linear maps.",
-            method,
-            base or "the model",
-            error,
-        )
-        return {}
+    reason = "the tensors come without a model"
+    if isinstance(base, ModelReference):
+        try:
+            with reading(f"The configuration of {base}"):
+                config = base.config(trust_remote_code)
+            model = meta_model(config, trust_remote_code)
+        except SltaError as error:
+            reason = str(error)
+        else:
+            return tensor_roles(model)
+    LOG.warning(
+        "%s cannot read the structure of %s (%s), and uses the shapes of the tensors: it treats matrices as linear "
+        "maps.",
+        method,
+        base or "the model",
+        reason,
+    )
+    return {}

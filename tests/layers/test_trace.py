@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import families
 
+from mergekit_slta.errors import SltaError
+from mergekit_slta.layers import trace
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
-from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.decoder import Decoder, LayerStructure
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.
@@ -96,15 +100,43 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
         assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
 
 
-def test_a_layer_that_refuses_changed_outputs_is_not_split() -> None:
+def test_a_layer_that_refuses_changed_outputs_is_not_split(caplog: pytest.LogCaptureFixture) -> None:
     def refuse(x: torch.Tensor, attend: Part, feed: Part, weight: torch.Tensor) -> torch.Tensor:
         if not (fed := feed(x)).any():
             raise ValueError("There is nothing to add.")
         return x + attend(x) + fed
 
     decoder = decoder_of(refuse)
+    assert decoder.structures[0] == LayerStructure()
+    assert caplog.messages == [
+        "Layers like this one are not split further, because its trace fails: layer 0 of Model: ValueError: There is "
+        "nothing to add"
+    ]
     assert [(found.level, found.coarser) for found in decoder.fallbacks("attn_mlp")] == [("attn_mlp", "layer")]
     assert decoder.submodules("layer", 0) == ["layer.0"]
+
+
+def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
+    def fail(*_: object) -> torch.Tensor:
+        raise KeyError("cache")
+
+    with pytest.raises(SltaError, match="cannot be run one at a time .layer 0 of Model: KeyError: 'cache'."):
+        decoder_of(fail)
+
+
+UNUSED = ("trace", "trace_model", "meta_model", "refuse_unless_decoder", "on_device", "_attending_causally")
+HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in UNUSED]
+OF_TRIALS = ["read_by", "summands", "has_mixed", "confirms", "_run"]
+
+
+@pytest.mark.parametrize("helper", [*HELPERS, *OF_TRIALS])
+def test_an_error_of_our_own_in_a_trace_is_not_passed_over(helper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: object, **__: object) -> None:
+        raise TypeError("a mistake of ours")
+
+    monkeypatch.setattr(trace._Trial if helper in OF_TRIALS else trace, helper, mistaken)
+    with pytest.raises(TypeError, match="a mistake of ours"):
+        families.traced(transformers.LlamaForCausalLM)
 
 
 @torch.no_grad()

@@ -43,6 +43,17 @@ def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
     assert refusal("org/none") == said
 
 
+def test_a_model_that_transformers_cannot_build_is_named_with_the_reason(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(folder, hidden_act="nosuch")
+    model = open_model(ModelReference.parse(str(folder)))
+    assert model.built is None and model.built is None
+    (said,) = caplog.messages
+    assert said.startswith(f"What needs the structure of {folder} is not checked: transformers cannot build Llama")
+    assert "nosuch" in said
+
+
 def with_own_code(folder: Path) -> None:
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
     (folder / "config.json").write_text(json.dumps(own))
