@@ -30,6 +30,7 @@ from mergekit_slta.models.adapters import (
 )
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
+from mergekit_slta.models.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.models.headers import Model, weight_files
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.experiment import Experiment
@@ -47,6 +48,10 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
     model is loaded.
     """
     model, adapter, options = experiment.model(reference), reference.lora, experiment.options
+    if model.folder:
+        refuse_links(model.folder, beside_weights(model.folder))
+    if model.folder and reference == experiment.recipe.base:
+        list(code_of(model.folder))  # is copied when the weights are written
     _full_precision(model)
     files = weight_files(model.folder) if model.folder and options.lazy_unpickle else []
     pickled = [file for file in files if file.suffix == ".bin" and file.is_file()]
@@ -104,6 +109,7 @@ def left_over(model: Model) -> str:
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
     """Refuse an adapter that cannot be merged: peft puts its tensors into the model, both without their content."""
     folder, headers = adapter_folder(adapter, cache_dir), adapter_headers(adapter, cache_dir)
+    refuse_links(folder, beside_weights(folder))
     settings = adapter_settings(folder)
     kind = str(settings.get("peft_type"))
     tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}

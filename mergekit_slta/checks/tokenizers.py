@@ -13,6 +13,7 @@ from mergekit.common import ModelReference
 from mergekit_slta.data.records import MARK
 from mergekit_slta.errors import SltaError, first_line, reading, refuse
 from mergekit_slta.models import hub
+from mergekit_slta.models.folder import beside_weights, refuse_links
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
@@ -57,6 +58,8 @@ def aligned_rows(experiment: Experiment) -> None:
     """Refuse a tokenizer of the merged model with a token for which a model has no row, where mergekit fails."""
     if (aligned := experiment.aligned) is None:
         return
+    if (owner := Path(experiment.recipe.tokenizer_owner.model.path)).is_dir():
+        refuse_links(owner, beside_weights(owner))
     ids, base = aligned.tokenizer.get_vocab(), experiment.model(experiment.recipe.base)
     has_second = getattr(base.config.get_text_config(), "vocab_size_per_layer_input", None)
     if has_second and any(not own.items() <= ids.items() for own in aligned.original_vocabs.values()):

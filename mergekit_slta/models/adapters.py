@@ -24,6 +24,7 @@ from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
 from mergekit_slta.models import hub
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
+from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, TOKENIZER_FILES
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
@@ -35,12 +36,6 @@ from mergekit_slta.models.headers import (
 )
 from mergekit_slta.models.layout import model_tensor_name
 
-# A folder with one of the first three holds a tokenizer.
-TOKENIZER_FILES = (
-    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
-)  # fmt: skip
-CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 NO_FOLDER = "{model} is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER."
 
 
@@ -66,13 +61,13 @@ def source_folders(reference: ModelReference, cache_dir: str | None = None) -> t
 
 def source_files(folder: Path, adapter: Path | None) -> list[Path]:
     """The files that decide a model's tensors, and its own code; some need not exist, see ``weight_files``."""
-    code = sorted(folder.glob("*.py"))
+    code = sorted(folder.glob(CODE))
     return [*weight_files(folder), *code, *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else [])]
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
-    folder = hub.folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, "*.py"), path, cache_dir)
+    folder = hub.folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, CODE), path, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 

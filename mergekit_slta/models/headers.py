@@ -141,7 +141,14 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
                 f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE."
             )
         tensors = folder_headers(folder)
-    return Model(reference, _config(reference, trust_remote_code), tensors, folder, trust_remote_code)
+    config = _config(reference, trust_remote_code)
+    layers = max(getattr(part, "num_hidden_layers", None) or 0 for part in (config, config.get_text_config()))
+    if layers > len(tensors):  # building such a model may take forever
+        raise SltaError(
+            f"The config.json of {path} gives {layers} layers, more than the checkpoint has tensors ({len(tensors)}): "
+            "get undamaged copies of its files."
+        )
+    return Model(reference, config, tensors, folder, trust_remote_code)
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:

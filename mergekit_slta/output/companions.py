@@ -14,19 +14,16 @@ from typing import Any
 
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta import files
 from mergekit_slta.checks.tokenizers import GENERATION, end_of_turn, json_file, stop_ids
-from mergekit_slta.errors import SltaError, first_line, reading
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
-from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
+from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, code_of
 from mergekit_slta.models.headers import WEIGHT_FILES
 from mergekit_slta.output.card import CARD
 from mergekit_slta.recipe.experiment import Experiment
 
-PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
-CODE = "*.py"
 SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -84,19 +81,6 @@ def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator
                 shutil.copyfile(file, beside)  # not its mode, which may forbid the next merge to write
         except OSError as error:
             yield f"Copy {file} to {copy} yourself: {first_line(error)}."
-
-
-def code_of(folder: Path) -> Iterator[Path]:
-    """The Python files of a model's own code: those that its configurations name, and what these import."""
-    for config in folder.glob("*config.json"):
-        with reading(config):
-            classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()
-            names = [name for given in classes for name in (given if isinstance(given, list) else [given]) if name]
-        for name in names:
-            module = folder / f"{name.rpartition('--')[2].partition('.')[0]}.py"
-            if module.is_file():
-                with reading(module):
-                    yield from (module, *map(Path, get_relative_import_files(module)))
 
 
 def restore(base: dict[str, Any], merged: dict[str, Any]) -> None:

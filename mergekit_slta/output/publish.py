@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -20,10 +19,9 @@ from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
 from mergekit_slta.files import RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
-from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES
+from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, code_of, refuse_links
 from mergekit_slta.models.headers import open_model, weight_map
 from mergekit_slta.output import card
-from mergekit_slta.output.companions import PROCESSOR, code_of
 from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
@@ -147,11 +145,11 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
     """A merged model's tokenizer and its recipe; an SltaError with everything that keeps it from being published."""
 
     def companions() -> None:
-        refuse(_outside(folder, _published(folder)))
+        refuse_links(folder, _published(folder))
 
     def weights() -> None:
         names = weight_map(folder)
-        refuse(_outside(folder, [folder / name for name in names]))
+        refuse_links(folder, [folder / name for name in names])
         if pickled := [name for name in names if not name.endswith(".safetensors")]:
             raise SltaError(
                 f"{folder} holds pickled weights ({listed(pickled)}): merge again without --no-safe-serialization."
@@ -173,12 +171,6 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
 
     *_, opened, loaded = all_of([companions, weights, tokenizer, recipe])
     return opened, loaded
-
-
-def _outside(folder: Path, paths: Iterable[Path]) -> Iterator[str]:
-    for path in paths:
-        if not path.resolve().is_relative_to(folder.resolve()):
-            yield f"{path} is a link to a file outside of {folder}: replace it with the file itself, or remove it."
 
 
 def _published(folder: Path) -> list[Path]:

@@ -19,11 +19,11 @@ from tqdm import tqdm
 from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import first_line
-from mergekit_slta.models.adapters import CHAT_TEMPLATES, TOKENIZER_FILES, source_folders
+from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.checkpoint import is_finite
+from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES
 from mergekit_slta.models.headers import Headers, Model, folder_headers
-from mergekit_slta.output.companions import PROCESSOR
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS

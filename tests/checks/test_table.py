@@ -178,7 +178,75 @@ def left_over_below_an_adapter(case: Case) -> None:
     edit_config(case.expert, quantization_config=GPTQ)
 
 
+def linked(place: str, name: str) -> Edit:
+    """A file in a model's folder that is a link to a file outside of it."""
+
+    def change(case: Case) -> None:
+        (case.folder / "private").write_text("{}")
+        folder = Path(case.filled(place))
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(case.folder / "private")
+
+    return change
+
+
+def adapter_linked(case: Case) -> None:
+    case.adapt(case.lora(), merged_too=False)
+    linked("HERE/adapter", "tokenizer.json")(case)
+
+
+def another_tokenizer_linked(case: Case) -> None:
+    shutil.copytree(case.expert, case.folder / "third")
+    linked("HERE/third", "merges.txt")(case)
+    case.recipe["tokenizer"] = {"source": f"{case.folder}/third"}
+
+
+# What a model's folder may hold a link to, and a merge would copy from there
+LINKS = (
+    *("merges.txt", "vocab.json", "tokenizer.model", "own.tiktoken", "generation_config.json", "modeling_own.py"),
+    *("chat_template.jinja", "additional_chat_templates/rag.jinja", "preprocessor_config.json"),
+)
+
+
+def own_code(named: Any, imports: str = "") -> Edit:
+    """A base model with code of its own."""
+
+    def change(case: Case) -> None:
+        (case.folder / "own.py").write_text("")
+        (case.base / "modeling_own.py").write_text(f"{case.filled(imports)}\n")
+        edit_config(case.base, auto_map=named)
+
+    return change
+
+
+OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
+
 MODELS: Rows = [
+    *(
+        (linked("BASE", name), f"BASE/{name} is a link to a file outside of BASE: replace it with the file itself")
+        for name in LINKS
+    ),
+    (linked("EXPERT", LINKS[0]), f"EXPERT/{LINKS[0]} is a link to a file outside of EXPERT: "),
+    (adapter_linked, "HERE/adapter/tokenizer.json is a link to a file outside of HERE/adapter: "),
+    (another_tokenizer_linked, "HERE/third/merges.txt is a link to a file outside of HERE/third: "),
+    *(
+        (
+            own_code({"AutoModel": name}),
+            f"BASE/config.json cannot be read (it needs the module {module}, which is not in",
+        )
+        for name, module in (
+            ("/home/modeling_own.Own", "/home/modeling_own.py"),
+            ("parts/modeling_own.Own", "BASE/parts/modeling_own.py"),
+            ("../modeling_own.Own", "BASE/.py"),
+        )
+    ),
+    (own_code(OWN, "from .HERE/own import Own"), "it needs the module HERE/own.py, which is not in its folder"),
+    (own_code([OWN]), "BASE/config.json cannot be read ("),
+    (
+        lambda c: edit_config(c.base, num_hidden_layers=10**6),
+        "The config.json of BASE gives 1000000 layers, more than the checkpoint has tensors (30): get undamaged ",
+    ),
     (
         lambda c: c.name(c.base / "none"),
         "BASE/none cannot be used: there is no such folder, and it is not the name of a",
@@ -497,6 +565,17 @@ def copies_of_the_ends(case: Case) -> None:
     case.adapt(case.folder / "adapter")
 
 
+def in_the_hubs_cache(case: Case) -> None:
+    """Where every file of a model is a link."""
+    blobs = case.folder / "models--org--base" / "blobs"
+    snapshot = blobs.parent / "snapshots" / "main"
+    shutil.copytree(case.base, blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    case.recipe["base_model"] = str(snapshot)
+
+
 def a_new_token(case: Case) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(case.expert)
     tokenizer.add_tokens(["<turn>"])
@@ -512,6 +591,8 @@ def the_experts_chat_template(case: Case) -> None:
     "edit",
     [
         crimes("sftm"),
+        in_the_hubs_cache,
+        own_code(OWN | {"AutoTokenizer": [None, "org/other--modeling_own.Fast"]}),
         lambda c: c.of(tied(True)),
         lambda c: c.of(olmo()).use(level="layer"),
         lambda c: c.adapt(c.lora("q_proj", "down_proj")),

@@ -1,0 +1,56 @@
+"""The files beside a model's weights: which of them a merge copies, and those that it must not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from mergekit_slta.errors import reading, refuse
+
+# A folder with one of the first three holds a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
+CODE = "*.py"
+
+
+def beside_weights(folder: Path) -> list[Path]:
+    """All that lies in a model's folder, with the templates in a folder of their own."""
+    return [*folder.iterdir(), *folder.glob(CHAT_TEMPLATES[-1])]
+
+
+def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
+    """Refuse links to files outside of a model's folder, whose content would be merged and published.
+
+    The files of a model in the Hub's cache are links to the folder ``blobs`` there.
+    """
+    targets = {path: path.resolve() for path in paths}
+    refuse(
+        f"{path} is a link to a file outside of {folder}: replace it with the file itself, or remove it."
+        for path, target in targets.items()
+        if target.is_file() and not target.is_relative_to(folder.resolve()) and not target.match("models--*/blobs/*")
+    )
+
+
+def code_of(folder: Path) -> Iterator[Path]:
+    """The Python files of a model's own code: those that its configurations name, and what these import.
+
+    Raises:
+        SltaError: a configuration cannot be read or names a module that is not beside it, or a module cannot be read.
+    """
+    for config in folder.glob("*config.json"):
+        with reading(config):
+            classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()
+            names = [name for given in classes for name in (given if isinstance(given, list) else [given]) if name]
+            modules = [folder / f"{name.rpartition('--')[2].partition('.')[0]}.py" for name in names]
+            for module in filter(Path.is_file, modules[:]):
+                modules += map(Path, get_relative_import_files(module))
+            if odd := [module for module in modules if not (module.parent == folder and module.stem.isidentifier())]:
+                raise ValueError(f"it needs the module {odd[0]}, which is not in its folder")
+        yield from filter(Path.is_file, modules)
