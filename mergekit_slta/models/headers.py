@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
+import pickle
 import re
 import zipfile
 from collections import defaultdict
@@ -155,14 +157,15 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with a model's files, also that of an earlier download; None if the model was not downloaded."""
     if os.path.isdir(path.path):
         return Path(path.path)
-    try:
-        folder = huggingface_hub.snapshot_download(
-            path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True
-        )
-        weight_map(Path(folder))
-    except (*hub.HUB_ERRORS, SltaError):
-        return None
-    return Path(folder)
+    for weights in ("*.safetensors", "*.bin"):
+        patterns = ["tokenizer.model", "*.json", weights]  # mergekit's; the Hub's client remembers all others
+        with contextlib.suppress(*hub.HUB_ERRORS, SltaError):
+            folder = huggingface_hub.snapshot_download(
+                path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=patterns
+            )
+            weight_map(Path(folder))
+            return Path(folder)
+    return None
 
 
 def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:
@@ -270,7 +273,12 @@ def file_headers(path: Path) -> Headers:
 
 def unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
     """The tensors of a pickled checkpoint; torch can map only its newer format, which is an archive, from the file."""
-    content = torch.load(path, map_location=device, mmap=zipfile.is_zipfile(path), weights_only=True)
+    try:
+        content = torch.load(path, map_location=device, mmap=zipfile.is_zipfile(path), weights_only=True)
+    except pickle.UnpicklingError as error:  # torch recommends to load it without this protection
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        holds = f"contains code ({code[1]})" if code else "is damaged"
+        raise SltaError(f"{path} {holds}: do not load it, and get the model's safetensors files.") from error
     tensors: dict[str, torch.Tensor] = content.get("state_dict", content)
     return tensors
 

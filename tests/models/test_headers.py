@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import MakeFamily
@@ -123,7 +124,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
     "another header": (overwrite((5).to_bytes(8, "little") + b"hello world"), UNREADABLE),
     "a pointer": (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), "run 'git lfs pull'."),
-    "code in a pickle": (run_code_in_pickle, "pytorch_model.bin cannot be read"),
+    "code in a pickle": (run_code_in_pickle, "pytorch_model.bin contains code (functools.partial): do not load it"),
 }
 
 
@@ -178,3 +179,17 @@ def test_a_downloaded_model_is_read_from_the_cache(folder: Path, tmp_path: Path)
     assert local_folder(path, str(tmp_path)) == snapshot
     (snapshot / "model.safetensors").unlink()
     assert local_folder(path, str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("layout", [sharded, pickled])
+def test_what_mergekit_has_downloaded_is_there_offline(
+    layout: Callable[[Path, Path], Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Hub's client remembers the names of all files of a repository, of which mergekit downloads some."""
+    repository = layout(folder, tmp_path / "hub" / "org" / "model")
+    (repository / "README.md").write_text("a card")
+    path = ModelPath(path="org/model")
+    with serve(tmp_path / "hub", tmp_path / "cache"):
+        downloaded = ModelReference(model=path).local_path(cache_dir=str(tmp_path / "cache"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert local_folder(path, str(tmp_path / "cache")) == Path(downloaded)
