@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mergekit_slta.output.verify import verify
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.merge import report
-    from mergekit_slta.slta.lookup import measure
+    from mergekit_slta.slta.measure import measure
     from mergekit_slta.slta.statistics import Solution, Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
@@ -51,7 +51,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         "check": "checks.examine",
         "evaluate": "evaluation.evaluate",
         "linearity": "nonlinearity.studies",
-        "measure": "slta.lookup",
+        "measure": "slta.measure",
         "merge": "host.run",
         "publish": "output.publish",
         "report": "reports.merge",

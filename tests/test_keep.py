@@ -18,7 +18,7 @@ from support.families import Family, recipe
 from mergekit_slta.checks.examine import check
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.measure import statistics_of
 from mergekit_slta.slta.statistics import Statistics
 
 
@@ -41,7 +41,7 @@ def test_one_expert_takes_its_closed_form(level: str, llama: Family, tmp_path: P
     """alpha = g / (g + kappa g_0), the sizes of the change per token measured on whole models in float64."""
     content = keeping(llama, "slta", 0, weight=2.0, level=level)
     models, tasks = llama.models()[:2], llama.token_ids()
-    found = measured_statistics(families.experiment(content), [level], tmp_path / "stats.safetensors")
+    found = statistics_of(families.experiment(content), [level], tmp_path / "stats.safetensors")
     solution = found.solve(level, keep_weight=2.0)
     measured = reference.deltas(models, [tasks[0], tasks[2]], level, reference.SPLITS["llama"])
     assert set(measured) == set(solution.alpha)
@@ -81,7 +81,7 @@ def test_the_file_says_what_is_kept_and_gives_it_up(
     # A subset keeps the base model's task, under the next number.
     part = statistics.select(statistics.info.models[1])
     assert part.task.unique().tolist() == [0, 1]
-    alone = measured_statistics(families.experiment(keeping(llama, "slta", 1)), ["attn_mlp"], tmp_path / "alone")
+    alone = statistics_of(families.experiment(keeping(llama, "slta", 1)), ["attn_mlp"], tmp_path / "alone")
     for name, alpha in part.solve().alpha.items():
         assert torch.allclose(alpha, alone.solve().alpha[name], atol=1e-6, rtol=0)
     # The recipe without the base model reads the same file.
@@ -100,7 +100,7 @@ def test_the_file_says_what_is_kept_and_gives_it_up(
 
 def test_a_file_without_the_base_models_task_is_refused(llama: Family, tmp_path: Path) -> None:
     file = tmp_path / "stats.safetensors"
-    measured_statistics(families.experiment(recipe(llama, experts=(0, 1))), ["attn_mlp"], file)
+    statistics_of(families.experiment(recipe(llama, experts=(0, 1))), ["attn_mlp"], file)
     with pytest.raises(SltaError, match="without prompts for the base model"):
         Statistics.load(file).solve(keep_weight=1.0)
     content = keeping(llama, statistics=str(file))

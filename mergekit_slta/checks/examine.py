@@ -15,17 +15,15 @@ from typing import Any, Unpack
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-from mergekit.common import ModelReference
 
 from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset
+from mergekit_slta.data.sources import is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.model import require_solvable
 from mergekit_slta.models.architecture import left_out_by_mergekit
-from mergekit_slta.models.fingerprint import fingerprint_of, hashed_computation
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_names, require_calibration
@@ -37,9 +35,8 @@ from mergekit_slta.recipe.settings import (
     SltaSettings,
 )
 from mergekit_slta.recipe.text import ignored
-from mergekit_slta.slta.lookup import match
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.slta.statistics_file import BaseContent, resolve_statistics
+from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.words import counted, listed
 
 HALF = ("bfloat16", "float16")
@@ -204,12 +201,12 @@ def _data(experiment: Experiment) -> None:
     checks.append(partial(require_calibration, recipe, statistics=measured))
     if file is not None and not measured:
         checks.append(partial(space.require_writable, f"The statistics file {file}", file))
+    if file is not None and measured and isinstance(settings, SltaSettings):
+        checks.append(lambda: Statistics.load(file).submodules(settings.level))  # the run compares all else
     if isinstance(settings, SltaSettings) and not measured:
         checks.append(partial(published_names, recipe.references))
     all_of(checks)
-    drawn = dict(zip(local, experiment.load_data(local), strict=True))
-    if file is not None and measured:
-        _fits(experiment, file, drawn)
+    experiment.load_data(local)
 
 
 def _require_samples(experiment: Experiment, task: Task) -> None:
@@ -234,30 +231,6 @@ def _require_dataset(source: str) -> None:
         raise SltaError(f"Calibration source {source!r} cannot be used: on the Hub, {reason(error)}.") from error
     except HUB_ERRORS:
         pass
-
-
-def _fits(experiment: Experiment, file: Path, drawn: dict[Task, CalibrationData]) -> None:
-    """Refuse a statistics file that does not fit the recipe, as far as it can be known without a download."""
-    recipe = experiment.recipe
-    base, *experts = (_content_of(experiment, model) for model in recipe.references)
-    config = experiment.model(recipe.base).config
-    match(
-        Statistics.load(file).info,
-        file,
-        experiment,
-        None if base is None else BaseContent(tensors=base, config=hashed_computation(config)),
-        experts,
-        [drawn.get(task) for task in recipe.tasks],
-        [recipe.settings_of(SltaSettings).level],
-    )
-
-
-def _content_of(experiment: Experiment, reference: ModelReference) -> str | None:
-    """Identify a model by samples of its tensors; None if that takes a download or unpickling."""
-    folder, adapter = experiment.model(reference).folder, Path(reference.lora.path) if reference.lora else None
-    if folder is None or not all(any(place.glob("*.safetensors")) for place in (folder, adapter) if place):
-        return None
-    return fingerprint_of(folder, adapter)
 
 
 # Notes

@@ -157,7 +157,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.recipe.recipe import Recipe
-    from mergekit_slta.slta.lookup import measured_statistics
+    from mergekit_slta.slta.measure import statistics_of
     from mergekit_slta.tables import as_size
 
     path = stats.expanduser()
@@ -168,7 +168,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
         if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
             click.echo(f"Note: this measures slta's merging weights; the recipe's method is {method}.", err=True)
         finished = path.is_file()
-        statistics = measured_statistics(experiment, levels, path)
+        statistics = statistics_of(experiment, levels, path)
     if ranks.first:
         state = "" if finished and not experiment.quiet else " already fits" if finished else " written"
         click.echo(f"{path}{state}: {as_size(path.stat().st_size)}, {statistics.summary}")
@@ -430,7 +430,7 @@ def _arguments_of_merge(stats: str) -> dict[str, Any]:
     if not recipe.is_file():
         return {}
     from mergekit_slta.recipe.recipe import Recipe  # which imports transformers
-    from mergekit_slta.slta.lookup import solve_arguments
+    from mergekit_slta.slta.measure import solve_arguments
 
     return solve_arguments(Recipe.load(recipe))
 

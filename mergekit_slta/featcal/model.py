@@ -22,7 +22,6 @@ from mergekit_slta.files import digest
 from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
-from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
@@ -50,18 +49,16 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
     head, models = head_to_solve(experiment), [experiment.base, *experiment.experts]
-    content = {
-        "format": FORMAT,
-        "models": [model.fingerprint() for model in models],
-        "config": hashed_computation(experiment.base.config),
-        "tokens": [samples.sha256 for samples in data],
-        "weights": digest([row.tolist() for row in weights]),
-        "keep_weight": experiment.recipe.keep_weight,
-        "ridge": settings.ridge,
-        "head": head is not None,
-        "anchor": ActmatSettings().model_dump(),
-    }
-    partial.begin(experiment.local_identity(content), experiment.ranks, replace=True)
+    run = experiment.identity(
+        data,
+        format=FORMAT,
+        weights=digest([row.tolist() for row in weights]),
+        keep_weight=experiment.recipe.keep_weight,
+        ridge=settings.ridge,
+        head=head is not None,
+        anchor=ActmatSettings().model_dump(),
+    )
+    partial.begin(run, experiment.ranks, replace=True)
     complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:

@@ -24,7 +24,6 @@ from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.model import SolvedModel, solve_model
-from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.models.checkpoint import is_finite, weighted_sum
 from mergekit_slta.models.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.recipe.experiment import Experiment
@@ -38,7 +37,7 @@ from mergekit_slta.recipe.settings import (
     parameter_specs,
 )
 from mergekit_slta.sftm.superpose import superpose_task
-from mergekit_slta.slta.lookup import solved, statistics_of_merge
+from mergekit_slta.slta.measure import solve_arguments, statistics_of
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import short_names
 from mergekit_slta.words import as_score
@@ -165,8 +164,10 @@ class SltaMerge(Merge):
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
         experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
-        statistics = statistics_of_merge(experiment, out / STATISTICS_OF_MERGE, partial)
-        self.solution, self._weights = solved(experiment, statistics)
+        statistics = statistics_of(experiment, partial=partial)
+        self.solution = statistics.solve(**solve_arguments(experiment.recipe))
+        submodules = self.solution.submodules
+        self._weights = TensorWeights(experiment.decoder, settings.level, submodules, experiment.layout)
         self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         for note in self.solution.notes():
             LOG.warning("%s", note)

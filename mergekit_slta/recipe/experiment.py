@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,7 @@ from mergekit_slta.levels import require_levels
 from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import adapt_loaders, architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain_values
@@ -312,8 +313,13 @@ class Experiment:
         )
         return data
 
-    def local_identity(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """The content that identifies a run, with a hash of the stamps of the models' files on this machine.
+    @cached_property
+    def fingerprints(self) -> list[str]:
+        """Identify the base model and the experts by their content."""
+        return [model.fingerprint() for model in (self.base, *self.experts)]
+
+    def identity(self, data: Sequence[CalibrationData], **more: Any) -> dict[str, Any]:
+        """What decides the layers of a run: models, samples and ``more``; values that JSON can hold.
 
         The size, time and inode of every file also differ after an edit of a few rows, which a content's sample of the
         bytes does not show. Where processes have disks of their own, the first one's count.
@@ -321,8 +327,13 @@ class Experiment:
         models = [self.base, *self.experts]
         adapters = [self.options.lora_merge_dtype] if any(model.reference.lora for model in models) else []
         stamps = digest([*(sorted(model.stamps.values()) for model in models), *adapters])
-        first = int(self.ranks.gather(int(stamps[:12], 16))[0])
-        return {**content, "files": f"{first:x}"}
+        return {
+            "models": self.fingerprints,
+            "config": hashed_computation(self.base.config),
+            "tokens": [samples.sha256 for samples in data],
+            "files": f"{int(self.ranks.gather(int(stamps[:12], 16))[0]):x}",
+            **more,
+        }
 
     def _checked_samples(self, task: Task, count: int | None) -> CalibrationData:
         """A task's ``samples``; an SltaError where a model that runs on them cannot read them."""

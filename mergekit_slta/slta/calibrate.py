@@ -10,7 +10,7 @@ A submodule is a part of the model that gets merging weights of its own: at leve
 keeps each submodule's inputs, and then goes over the submodules; the engine's loop (``engine/loop.py``) does both layer
 by layer, so that no inputs are stored.
 
-Before this, ``lookup.py`` looks for statistics that exist, and ``data/`` turns the samples into token ids. Within it,
+Before this, ``measure.py`` looks for statistics that exist, and ``data/`` turns the samples into token ids. Within it,
 ``grams.py`` runs one layer's submodules with the weights of each model. Everything after the Gram matrices is
 arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the merging weights of its submodule.
 

@@ -25,7 +25,6 @@ from mergekit_slta.slta.statistics_file import (
     Measured,
     read_statistics,
     resolve_statistics,
-    tokens_fingerprint,
     write_statistics,
 )
 from mergekit_slta.tables import Paragraphs, Table, as_json, known_names, short_names
@@ -134,16 +133,12 @@ class Statistics(Paragraphs):
         kept = info.keep if keep else None
         tasks = [*experts, *([len(info.models)] if kept else [])]
         rows = torch.cat([(self.task == task).nonzero().flatten() for task in tasks])
-        calibration = tuple(info.calibration[expert] for expert in experts)
-        fingerprint = {
-            "experts": tuple(info.fingerprint.experts[expert] for expert in experts),
-            "tokens": tokens_fingerprint([entry.sha256 for entry in (*calibration, *([kept] if kept else []))]),
-        }
+        fingerprints = tuple(info.fingerprint.experts[expert] for expert in experts)
         described = {
             "models": tuple(info.models[expert] for expert in experts),
-            "calibration": calibration,
+            "calibration": tuple(info.calibration[expert] for expert in experts),
             "keep": kept,
-            "fingerprint": info.fingerprint.model_copy(update=fingerprint),
+            "fingerprint": info.fingerprint.model_copy(update={"experts": fingerprints}),
         }
         drawn = self._rows(rows)
         return replace(

@@ -6,11 +6,9 @@ metadata entry, ``mergekit_slta``, that describes the models and the data. Rows 
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -54,13 +52,11 @@ class BaseContent(BaseModel):
 
 
 class Fingerprint(BaseModel):
-    """Identifies the models, the data and the settings of a measurement, to compare a file with a recipe."""
+    """Identifies the models of a measurement, to compare a file with a recipe."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)  # the file also has hashes of the samples and the settings
     base: BaseContent
     experts: tuple[str, ...]
-    tokens: str
-    settings: str
 
 
 class Info(BaseModel):
@@ -79,11 +75,9 @@ class Info(BaseModel):
     dtype: str
     versions: dict[str, str]
     fingerprint: Fingerprint
-    # The file has these entries only where the base model has a task, where a layer is measured at a coarser level, and
-    # in a merge's output, which the same merge uses again while the models' files have not changed.
+    # The file has these entries only where the base model has a task, and where a layer is measured at a coarser level.
     keep: CalibrationInfo | None = None
     fallbacks: tuple[Fallback, ...] = ()
-    files: str = ""
 
 
 class Measured(NamedTuple):
@@ -99,8 +93,13 @@ def write_statistics(path: Path, measured: Measured) -> None:
     """Write a statistics file; an OSError leaves an earlier one as it was."""
     grams, task, tokens, info = measured
     tensors = {_GRAM + name: gram.contiguous() for name, gram in grams.items()} | {"task": task, "tokens": tokens}
-    text = json.dumps(info.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
-    files.write(path, serialize(tensors, metadata={METADATA_KEY: text}))
+    content = info.model_dump(mode="json", exclude_defaults=True)
+    hashes = [task.sha256 for task in (*info.calibration, *([info.keep] if info.keep else []))]
+    content["fingerprint"] |= {
+        "tokens": files.digest(hashes),
+        "settings": files.digest([info.inputs, info.samples, info.max_tokens, info.seed]),
+    }
+    files.write(path, serialize(tensors, metadata={METADATA_KEY: json.dumps(content, sort_keys=True)}))
 
 
 def read_statistics(path: Path) -> Measured:
@@ -172,21 +171,7 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
         raise SltaError(f"The statistics file {source} cannot be downloaded: {hub.reason(error)}.") from error
 
 
-def settings_fingerprint(samples: int, max_tokens: int, seed: int) -> str:
-    """Identify the settings of a measurement."""
-    return _sha256({"inputs": "base", "max_tokens": max_tokens, "samples": samples, "seed": seed})
-
-
-def tokens_fingerprint(token_hashes: Sequence[str]) -> str:
-    """Identify the token ids of all tasks, from the sha256 of each task's."""
-    return _sha256(list(token_hashes))
-
-
 def versions() -> dict[str, str]:
     """The versions of the libraries that a measurement depends on."""
     installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
     return {"mergekit-slta": __version__, **installed}
-
-
-def _sha256(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

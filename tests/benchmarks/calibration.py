@@ -29,7 +29,7 @@ from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.measure import statistics_of
 
 
 @click.command()
@@ -110,7 +110,7 @@ def _calibrate(recipe: Recipe, levels: str, device: str) -> Experiment:
     LoaderCache.loaders.clear()
     experiment = Experiment(recipe, device=device, quiet=True)
     with tempfile.TemporaryDirectory() as folder:
-        measured_statistics(experiment, levels.split(","), Path(folder) / "statistics.safetensors")
+        statistics_of(experiment, levels.split(","), Path(folder) / "statistics.safetensors")
     return experiment
 
 

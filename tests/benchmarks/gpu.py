@@ -36,7 +36,7 @@ import mergekit_slta.host.patches
 from mergekit_slta.engine.streams import Batch, fitting_batch, make_batches
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.measure import statistics_of
 
 EXPERTS = 3
 FORWARD = "plain forward passes"
@@ -86,7 +86,7 @@ def measure(
     def calibrate(level: str, target: Path | None = None) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             opened = Experiment(recipe, device=device, quiet=True)
-            measured_statistics(opened, [level], target or Path(place) / "statistics.safetensors")
+            statistics_of(opened, [level], target or Path(place) / "statistics.safetensors")
 
     merge = functools.partial(_merge, models, folder, device)
     prompts = {"samples": samples, "max_tokens": tokens}

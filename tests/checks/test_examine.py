@@ -93,7 +93,7 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     recipe = families.recipe(family, calibration=False, level="layer", statistics=str(file))
     assert problems(recipe) == []
     recipe["parameters"]["level"] = "attn_mlp"
-    assert only(recipe).startswith(f"{file} lacks the level attn_mlp (it holds layer): ")
+    assert only(recipe).startswith("The statistics hold no level 'attn_mlp', only layer: measure it")
     assert only(families.recipe(family, statistics=str(file))) == only(recipe)
     file.unlink()
     assert len(problems(recipe)) == len(family.experts)

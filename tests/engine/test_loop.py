@@ -18,7 +18,7 @@ from mergekit_slta.engine import loop as module
 from mergekit_slta.evaluation.evaluate import evaluate
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.lookup import measure
+from mergekit_slta.slta.measure import measure
 
 Run = Callable[[Recipe, Family], object]
 

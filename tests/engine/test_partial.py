@@ -19,7 +19,7 @@ from support.families import Family, Interrupted, after_layer
 from mergekit_slta.engine.partial import LOCK, RUN, Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
-from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.measure import statistics_of
 
 LEVELS = ("layer", "attn_mlp")
 DEEP = 6
@@ -126,7 +126,7 @@ def recipe(family: Family, **changes: Any) -> dict[str, Any]:
 
 
 def measure(content: dict[str, Any], path: Path, levels: tuple[str, ...] = LEVELS) -> None:
-    measured_statistics(families.experiment(content), levels, path)
+    statistics_of(families.experiment(content), levels, path)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_layers_whose_files_are_damaged_are_computed_again(family: Family, inter
 
 
 @pytest.mark.parametrize(
-    ("changes", "levels", "word"), [({"experts": [1, 0]}, LEVELS, "experts"), ({}, ("layer",), "levels")], ids=str
+    ("changes", "levels", "word"), [({"experts": [1, 0]}, LEVELS, "models"), ({}, ("layer",), "levels")], ids=str
 )
 def test_the_folder_of_another_calibration_is_refused_and_left_alone(
     changes: dict[str, Any], levels: tuple[str, ...], word: str, family: Family, interrupted: Path

@@ -22,7 +22,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.slta.calibrate import _Calibration
-from mergekit_slta.slta.lookup import measured_statistics
+from mergekit_slta.slta.measure import statistics_of
 from mergekit_slta.slta.statistics import Statistics
 
 
@@ -92,7 +92,7 @@ def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) 
     content = families.recipe(llama, experts=(0, 1), keep={}, samples=6)
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)
     alone, together, levels = tmp_path / "alone.safetensors", tmp_path / "together.safetensors", ["model", "linear"]
-    measured_statistics(families.experiment(content), levels, alone)
+    statistics_of(families.experiment(content), levels, alone)
     asked = [word for level in levels for word in ("--level", level)]
     done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", together, *asked)
     assert done.returncode == 0, done.stderr
@@ -126,7 +126,7 @@ def test_an_error_on_one_rank_ends_all_of_them(
     assert "Error: the disk of rank 1 is gone" in done.stderr
     assert not stats.exists()
     content = families.recipe(llama, samples=6)
-    went_on = measured_statistics(families.experiment(content), ["attn_mlp"], stats)
+    went_on = statistics_of(families.experiment(content), ["attn_mlp"], stats)
     alone = families.measure(llama, "attn_mlp")
     assert largest_difference(went_on.grams, alone) < 1e-8
 

@@ -24,7 +24,7 @@ from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskSc
 from mergekit_slta.evaluation.scores import Sample
 from mergekit_slta.files import RECIPE_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.lookup import measure
+from mergekit_slta.slta.measure import measure
 
 RECORDS = 8
 SAMPLES = 2  # of each task for calibration

@@ -28,7 +28,7 @@ from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.headers import open_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import plain_recipe
-from mergekit_slta.slta.lookup import measure, measured_statistics
+from mergekit_slta.slta.measure import measure, statistics_of
 from mergekit_slta.slta.plain_recipe import PlannedTensor, planned_tensors, weight_settings
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights
@@ -63,7 +63,7 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
         family = families.make_family(folder / architecture, config, experts=3, records=3)
         file = folder / architecture / "stats.safetensors"
         recipe = families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
-        statistics = measured_statistics(Experiment(recipe, quiet=True), levels, file)
+        statistics = statistics_of(Experiment(recipe, quiet=True), levels, file)
         for level in levels:
             experts = (2, 0) if level == "layer" else (0, 1, 2)
             content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), level=level)
@@ -168,7 +168,7 @@ def test_tensors_that_no_pattern_tells_apart_get_their_full_names() -> None:
 # What the recipe says
 
 
-def statistics_of(level: str, experts: int = 2) -> Statistics:
+def made_up_statistics(level: str, experts: int = 2) -> Statistics:
     """Statistics of one level of a model like the families' llama."""
     models = [f"org/expert{index}" for index in range(experts)]
     return synthetic.statistics(
@@ -184,7 +184,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def test_a_recipe_names_models_and_types_and_what_its_weights_come_from(base: Path, tmp_path: Path) -> None:
-    statistics = statistics_of("layer", experts=3).take([2, 0])
+    statistics = made_up_statistics("layer", experts=3).take([2, 0])
     for gram in statistics.grams.values():
         gram[:, 1, :] = gram[:, :, 1] = 0
     solution = statistics.solve("layer", ridge=0.25)
@@ -222,7 +222,7 @@ def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: F
 
 
 def test_the_model_level_needs_no_configuration(tmp_path: Path) -> None:
-    solution = statistics_of("model").solve("model")
+    solution = made_up_statistics("model").solve("model")
     content = yaml.safe_load(solution.save_recipe(tmp_path / "plain.yml").read_text())
     weights = [entry["parameters"]["weight"] for entry in content["models"]]
     assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=1e-9)
@@ -273,11 +273,11 @@ def test_what_no_recipe_can_say_is_refused(name: str, tmp_path: Path) -> None:
     of, base = changes.pop("of", "llama"), changes.pop("base", str(tmp_path))
     families.config_of(of, **changes).save_pretrained(tmp_path)
     with pytest.raises(SltaError, match=words):
-        statistics_of(level).solve(level).save_recipe(tmp_path / "plain.yml", models={"org/base": base})
+        made_up_statistics(level).solve(level).save_recipe(tmp_path / "plain.yml", models={"org/base": base})
     assert not (tmp_path / "plain.yml").exists()
 
 
 def test_a_recipe_that_mergekit_would_read_otherwise_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_recipe, "weight_settings", lambda planned: [0.5, 0.5])
     with pytest.raises(SltaError, match="Filters cannot give"):
-        statistics_of("layer").solve("layer").save_recipe(base / "plain.yml", models={"org/base": str(base)})
+        made_up_statistics("layer").solve("layer").save_recipe(base / "plain.yml", models={"org/base": str(base)})

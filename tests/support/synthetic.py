@@ -16,8 +16,6 @@ from mergekit_slta.slta.statistics_file import (
     CalibrationInfo,
     Fingerprint,
     Info,
-    settings_fingerprint,
-    tokens_fingerprint,
 )
 
 # Submodules of one layer, by level.
@@ -97,8 +95,6 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
         fingerprint=Fingerprint(
             base=BaseContent(tensors="b" * 64, config={}),
             experts=tuple(f"{index}" * 64 for index in range(len(models))),
-            tokens=tokens_fingerprint(hashes),
-            settings=settings_fingerprint(**settings),
         ),
     ).model_copy(update=described)
 

@@ -1,7 +1,6 @@
 """From a recipe to its statistics: measured once, matched by content, never overwritten."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 from support import families
 from support.copies import edit_tensors, edited, sharded
-from support.examining import edit_config, larger_vocabulary, problems
+from support.examining import edit_config, larger_vocabulary
 from support.families import Family
 
 from mergekit_slta.errors import SltaError
@@ -26,8 +25,8 @@ from mergekit_slta.levels import Fallback
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.reports.merge import report_page
-from mergekit_slta.slta import lookup
-from mergekit_slta.slta.lookup import measure, measured_statistics
+from mergekit_slta.slta import measure as module
+from mergekit_slta.slta.measure import measure, statistics_of
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import Info
 
@@ -40,13 +39,13 @@ def recipe(family: Family, **arguments: Any) -> dict[str, Any]:
 
 def measured(content: dict[str, Any], path: Path | None, *levels: str) -> Statistics:
     LoaderCache.loaders.clear()
-    return measured_statistics(families.experiment(content), levels or ("attn_mlp",), path)
+    return statistics_of(families.experiment(content), levels or ("attn_mlp",), path)
 
 
 @pytest.fixture(scope="module")
 def measured_once(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("measured") / "stats.safetensors"
-    measured_statistics(families.experiment(recipe(llama)), ["attn_mlp"], path)
+    statistics_of(families.experiment(recipe(llama)), ["attn_mlp"], path)
     return path
 
 
@@ -63,7 +62,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was run")
 
-    monkeypatch.setattr(lookup, "calibrate", run)
+    monkeypatch.setattr(module, "calibrate", run)
 
 
 def same(first: Statistics, second: Statistics) -> bool:
@@ -89,7 +88,7 @@ def test_rows_are_the_samples_that_the_settings_draw(llama: Family, path: Path) 
     assert all(torch.equal(found.grams[name], gram) for name, gram in expected.items())
 
 
-@pytest.mark.parametrize("measure", [measured_statistics, linearity])
+@pytest.mark.parametrize("measure", [statistics_of, linearity])
 def test_logits_of_other_vocabularies_are_not_compared(
     measure: Callable[..., Any], llama: Family, tmp_path: Path, no_measuring: None
 ) -> None:
@@ -236,7 +235,6 @@ def test_a_mismatch_names_the_part_and_overwrites_nothing(
         assert re.search(pattern, sentence), sentence
         assert str(path) in sentence or name == "a calibration"
     assert path.read_bytes() == before
-    assert problems(content, merging=False) == sentences
 
 
 def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
@@ -258,26 +256,21 @@ def test_an_entry_that_another_transformers_does_not_know_is_not_compared(
 # In a merge's output
 
 
-def statistics_in(out: Path) -> Path:
-    return out / STATISTICS_OF_MERGE
-
-
-def merged(content: dict[str, Any], out: Path) -> Statistics:
-    return Statistics.load(families.merge(content, out))
-
-
-def test_a_merge_keeps_its_statistics_and_measures_once(
+def test_a_merge_writes_its_statistics_anew_and_one_that_names_them_measures_nothing(
     llama: Family, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, out = Statistics.load(path), tmp_path / "out"
-    kept = merged(recipe(llama), out)
-    assert kept.info.model_copy(update={"files": ""}) == first.info
-    assert all(torch.equal(kept.grams[name], gram) for name, gram in first.grams.items())
-    assert list((out / "mergekit-slta").iterdir()) == [statistics_in(out)]
-    content, weights = statistics_in(out).read_bytes(), (out / "model.safetensors").read_bytes()
-    monkeypatch.setattr(lookup, "calibrate", None)
-    merged(recipe(llama), out)
-    assert statistics_in(out).read_bytes() == content
+    written = out / STATISTICS_OF_MERGE
+    written.parent.mkdir(parents=True)
+    written.write_bytes(b"of another merge, or damaged")
+    families.merge(recipe(llama), out)
+    assert same(Statistics.load(out), first)
+    content, weights = written.read_bytes(), (out / "model.safetensors").read_bytes()
+    monkeypatch.setattr(module, "calibrate", None)
+    with pytest.raises(TypeError):
+        families.merge(recipe(llama), tmp_path / "unnamed")
+    families.merge(recipe(llama, statistics=str(written)), out)
+    assert written.read_bytes() == content
     assert (out / "model.safetensors").read_bytes() == weights
 
 
@@ -295,46 +288,12 @@ def test_without_a_file_nothing_is_written(llama: Family, path: Path, tmp_path: 
     assert list(tmp_path.rglob("*")) == [path]
 
 
-def edit_in_place(family: Family) -> None:
-    """A row that no sampled byte shows, in a file of the same date."""
-    file = family.experts[1] / "model.safetensors"
-    date = file.stat().st_mtime_ns
-    edit_tensors(family.experts[1], lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][5].add_(1))
-    os.utime(file, ns=(date, date))
-
-
-def damage(family: Family) -> None:
-    file = statistics_in(family.base.parent / "out")
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-OTHERS: list[tuple[str, dict[str, Any], Callable[[Family], object] | None]] = [
-    ("level", {"level": "layer"}, None),
-    ("experts", {"experts": [1, 0]}, None),
-    ("configuration", {}, lambda family: edit_config(family.base, rms_norm_eps=1e-3)),
-    ("edit in place", {}, edit_in_place),
-    ("damaged statistics", {}, damage),
-]
-
-
-@pytest.mark.parametrize(("changes", "change"), [row[1:] for row in OTHERS], ids=[row[0] for row in OTHERS])
-def test_statistics_of_another_merge_are_replaced(
-    changes: dict[str, Any], change: Callable[[Family], object] | None, family: Family, tmp_path: Path
-) -> None:
-    out = family.base.parent / "out"
-    merged(recipe(family), out)
-    if change:
-        change(family)
-    again = merged(recipe(family, **changes), out)
-    assert same(again, merged(recipe(family, **changes), tmp_path / "expected"))
-
-
 def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(family: Family, tmp_path: Path) -> None:
     experiment = families.experiment(recipe(family))
     assert experiment.experts[1].fingerprint()
     edit_tensors(family.experts[1], lambda tensors: [tensor.mul_(1.3) for tensor in tensors.values()])
     with pytest.raises(SltaError, match="expert1 have changed while they were read"):
-        measured_statistics(experiment, ["attn_mlp"], tmp_path / "stats.safetensors")
+        statistics_of(experiment, ["attn_mlp"], tmp_path / "stats.safetensors")
     assert not (tmp_path / "stats.safetensors").exists()
 
 

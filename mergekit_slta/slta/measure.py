@@ -1,0 +1,289 @@
+"""From a recipe to its statistics: read the file that it names if that is there, else run the models."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import click
+import torch
+
+from mergekit_slta.data.sources import CalibrationData, source_name
+from mergekit_slta.engine.loop import layer_bar
+from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.streams import share
+from mergekit_slta.errors import refuse
+from mergekit_slta.levels import LEVELS
+from mergekit_slta.models.fingerprint import hashed_computation
+from mergekit_slta.recipe.experiment import Experiment, Options, opened
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_name, published_names, require_calibration
+from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import (
+    BaseContent,
+    CalibrationInfo,
+    Fingerprint,
+    Info,
+    resolve_statistics,
+    versions,
+)
+
+LOG = logging.getLogger(__name__)
+
+
+def measure(
+    recipe: RecipeOrFile,
+    levels: Sequence[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    **options: Unpack[Options],
+) -> Statistics:
+    """Measure the Gram matrices that the closed form needs, of a recipe's models on its prompts.
+
+    A fitting file at ``path`` is used; otherwise the file is written, and an interrupted measurement resumes. Measuring
+    takes about one forward pass of each model per prompt, in float32, with one decoder layer of each model in memory.
+
+    Args:
+        recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data, or its file.
+        levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
+        path: the statistics file, which is created if it does not exist; or a published one,
+            ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``; without one nothing is written.
+        options: see ``Options``.
+
+    Returns:
+        Per submodule the Gram matrices [N, T, T] float64 of N prompts and T experts, in the recipe's order.
+
+    Raises:
+        SltaError: the recipe, a level, a model or the data is wrong, or an existing file does not fit the recipe.
+    """
+    experiment = opened(recipe, options)
+    statistics = statistics_of(experiment, levels, path)
+    names = (statistics.info.base_model, *statistics.info.models)
+    return replace(statistics, paths=dict(zip(names, map(str, experiment.recipe.references), strict=True)))
+
+
+def statistics_of(
+    experiment: Experiment,
+    levels: str | Sequence[str] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    partial: Partial | None = None,
+) -> Statistics:
+    """The statistics of an opened recipe: of the file if it is there, else measured, and written to the file.
+
+    Args:
+        experiment, levels, path: as for ``measure``.
+        partial: the folder of a merge that this process holds, for its finished layers; by default one beside the file.
+    """
+    levels, ranks, recipe = _levels(experiment, levels), experiment.ranks, experiment.recipe
+    source = os.fspath(path or "") or getattr(recipe.settings, "statistics", "")
+    file = resolve_statistics(source, experiment.options.transformers_cache) if source else None
+    beside = Partial(file.with_name(file.name + ".partial")) if file and not partial else None
+    if file is not None:
+        ranks.require_equal(file.is_file(), file.parent)
+    if file is not None and file.is_file():
+        statistics = _read_fitting(experiment, file, levels)
+        if not experiment.quiet:
+            click.echo(f"Note: {source} already holds the statistics of this recipe, so nothing is measured.", err=True)
+        if partial is not None:
+            partial.begin({"statistics": source}, ranks, replace=True)
+        elif beside is not None and ranks.first:
+            beside.remove()  # of a run that was killed after it had written the file
+        return statistics
+    require_calibration(recipe)
+    data = experiment.load_data(recipe.tasks)
+    info = _describe(experiment, data, levels)
+    with beside.held(ranks) if beside is not None else contextlib.nullcontext():
+        layers = partial or beside
+        if layers is not None:
+            run = experiment.identity(data, levels=levels)
+            layers.begin(run, ranks, replace=partial is not None)
+        statistics = _run_models(experiment, info, data, layers)
+        if file is not None and ranks.first:
+            statistics.save(file)
+        ranks.wait()
+        if beside is not None and ranks.first:
+            beside.remove()
+    return statistics
+
+
+def _levels(experiment: Experiment, levels: str | Sequence[str] | None) -> list[str]:
+    """The levels to measure, by default the recipe's, in the order of ``LEVELS``."""
+    settings = experiment.settings
+    chosen = settings.level if isinstance(settings, SltaSettings) else SltaSettings().level
+    named = [levels] if isinstance(levels, str) else levels or [chosen]
+    experiment.require_levels(named)
+    return [level for level in LEVELS if level in named]
+
+
+def solve_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of ``Statistics.solve`` for the merge that a recipe for ``slta`` describes."""
+    settings = recipe.settings_of(SltaSettings)
+    return settings.model_dump(include={"level", "balance", "ridge"}) | {"keep_weight": recipe.keep_weight}
+
+
+def _run_models(
+    experiment: Experiment, info: Info, data: Sequence[CalibrationData], partial: Partial | None
+) -> Statistics:
+    """Run the models on the samples; the layers that are finished in the folder are not measured again."""
+    ranks, decoder = experiment.ranks, experiment.running_decoder
+    tasks = [samples.token_ids for samples in data]
+    models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
+    doing = f"Calibrating {', '.join(info.levels)}"
+    with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
+        grams = calibrate(decoder, models, tasks, info.levels, partial=partial, ranks=ranks, progress=progress)
+    for model in models:
+        model.refuse_changes()
+    return Statistics(
+        grams,
+        torch.tensor([task for task, samples in enumerate(tasks) for _ in samples]),
+        torch.tensor([len(token_ids) for samples in tasks for token_ids in samples]),
+        info,
+    )
+
+
+def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: Sequence[str]) -> Info:
+    """The metadata of a measurement."""
+    recipe, config = experiment.recipe, experiment.base.config
+    names = published_names(recipe.references)
+    calibration = [
+        CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
+        for samples in data
+    ]
+    base, *experts = experiment.fingerprints
+    return Info(
+        format_version=2,
+        levels=tuple(levels),
+        base_model=names[0],
+        models=tuple(names[1:]),
+        calibration=tuple(calibration[: len(recipe.experts)]),
+        keep=calibration[-1] if recipe.keep else None,
+        samples=_most_samples(recipe),
+        max_tokens=experiment.settings.max_tokens,
+        seed=experiment.settings.seed,
+        inputs="base",
+        architecture=(config.architectures or [""])[0],
+        num_layers=len(experiment.decoder),
+        dtype=experiment.base.dtype,
+        versions=versions(),
+        fingerprint=Fingerprint(
+            base=BaseContent(tensors=base, config=hashed_computation(config)), experts=tuple(experts)
+        ),
+        fallbacks=tuple(fallback for level in levels for fallback in experiment.decoder.fallbacks(level)),
+    )
+
+
+def _most_samples(recipe: Recipe) -> int:
+    """The most prompts of an expert's task, as the file tells them; the hashes of the tokens tell the rest."""
+    return max(expert.samples for expert in recipe.experts)
+
+
+# A file that exists
+
+
+def _read_fitting(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
+    """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names.
+
+    Raises:
+        SltaError: everything in which the file does not fit, a sentence each.
+    """
+    stored, recipe = Statistics.load(path), experiment.recipe
+    info = stored.info
+    require_calibration(recipe, statistics=True)
+    data = experiment.load_data(recipe.tasks) if all(task.calibration for task in recipe.tasks) else []
+    order = _match_experts(experiment, info, data)
+    refuse(_misfits(experiment, info, path, levels, order, data))
+    parameters = recipe.config.parameters or {}
+    measured_with = info.model_dump(include={"samples", "max_tokens", "seed"})
+    other = [f"{name} {value}" for name, value in measured_with.items() if parameters.get(name, value) != value]
+    if other and not data:
+        LOG.warning("%s was measured with %s, which hold instead of the recipe's.", path, " and ".join(other))
+    for fallback in info.fallbacks:
+        if fallback.level in levels:
+            LOG.warning("%s", fallback)
+    if info.keep and not recipe.keep:
+        LOG.warning("%s also has prompts for the base model: to use them, give its entry in 'models' a 'weight'.", path)
+    chosen = stored.take([index for index in order if index is not None], keep=recipe.keep is not None)
+    names = [published_name(reference) for reference in recipe.references]
+    if len(set(names)) < len(names):
+        return chosen
+    return replace(chosen, info=chosen.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])}))
+
+
+def _match_experts(experiment: Experiment, info: Info, data: Sequence[CalibrationData]) -> list[int | None]:
+    """For each of the recipe's experts its index in the file, by content; None for one that was not measured."""
+    unused, order = dict(enumerate(info.fingerprint.experts)), list[int | None]()
+    for expert, content in enumerate(experiment.fingerprints[1:]):
+        equal = [index for index, known in unused.items() if known == content]
+        # Of copies of one expert, the one that was measured on these samples.
+        same_data = [index for index in equal if data and info.calibration[index].sha256 == data[expert].sha256]
+        order.append(next(iter(same_data or equal), None))
+        unused = {index: known for index, known in unused.items() if index != order[-1]}
+    return order
+
+
+def _misfits(
+    experiment: Experiment,
+    info: Info,
+    path: Path,
+    levels: Sequence[str],
+    order: Sequence[int | None],
+    data: Sequence[CalibrationData],
+) -> Iterator[str]:
+    """Everything in which a file does not fit the recipe: models, levels, and samples and settings if it names data."""
+    recipe, (base, *_) = experiment.recipe, experiment.fingerprints
+    known, config = info.fingerprint.base, hashed_computation(experiment.base.config)
+    # Another version of transformers may add or drop entries.
+    same_version = info.versions.get("transformers") == versions()["transformers"]
+    entries = known.config.keys() | config.keys() if same_version else known.config.keys() & config.keys()
+    changed = sorted(entry for entry in entries if known.config.get(entry) != config.get(entry))
+    if known.tensors != base:
+        yield (
+            f"The base model {recipe.base} is not the one that {path} was measured on ('{info.base_model}'), "
+            "because its content differs: use that base model or other statistics."
+        )
+    elif changed:
+        yield (
+            f"The configuration of the base model {recipe.base} is not the one that {path} was measured with "
+            f"(different {', '.join(changed)}): change it back, or measure into another file."
+        )
+    for expert, index in zip(recipe.experts, order, strict=True):
+        if index is None:
+            yield (
+                f"The expert {expert} is not one of the models that {path} was measured on "
+                f"({', '.join(info.models)}), because its content differs: use those, or measure into another file."
+            )
+    if recipe.keep and info.keep is None:
+        yield (
+            f"{path} was measured without prompts for the base model, but the recipe gives some: measure into another "
+            "file, or leave the base model out of 'models'."
+        )
+    calibration = [*(None if index is None else info.calibration[index] for index in order), info.keep]
+    different = [
+        (task, measured)
+        for task, measured, samples in zip(recipe.tasks, calibration, data, strict=False)
+        if measured is not None and samples.sha256 != measured.sha256
+    ]
+    settings = {"samples": _most_samples(recipe)} | recipe.settings.model_dump(include={"max_tokens", "seed"})
+    # Other settings draw other samples, so the data can be compared only if the settings are equal.
+    yield from [
+        f"The recipe has {name} {value}, but {path} was measured with {getattr(info, name)}: set this value, or "
+        "measure into another file."
+        for name, value in settings.items()
+        if different and value != getattr(info, name)
+    ] or [
+        f"The calibration data '{task.calibration}' of {task} gives other tokens than '{measured.source}', on which "
+        f"{path} was measured: use the same prompts, leave 'calibration' out to use the file as it is, or measure "
+        "into another file."
+        for task, measured in different
+    ]
+    if missing := [level for level in levels if level not in info.levels]:
+        options = " ".join(f"--level {level}" for level in (*info.levels, *missing))
+        yield (
+            f"{path} lacks the level {', '.join(missing)} (it holds {', '.join(info.levels)}): use a level that it "
+            f"holds, or measure another file with 'mergekit-slta calibrate RECIPE -o FILE {options}'."
+        )
