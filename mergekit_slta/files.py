@@ -17,6 +17,7 @@ from mergekit_slta.errors import SltaError
 # file that lies beside the weights.
 RECIPE_OF_MERGE = "mergekit_config.yml"  # mergekit writes it with its card
 STATISTICS_OF_MERGE = "mergekit-slta/statistics.safetensors"
+MANIFEST_OF_MERGE = "mergekit-slta/merge.json"
 PARTIAL_OF_MERGE = "mergekit-slta/partial"  # the finished layers of a merge that is not done; deleted at its end
 
 

@@ -57,6 +57,7 @@ class CalibrationData:
         answers: the place of the record's answer in each row: the index of its first token, and of the one after its
             last, which is beyond the row if the answer is cut off. None for a record without a known answer.
         example: the first sample as the model sees it, in a sentence.
+        revision: of a dataset from the Hub: the commit, or "" if it is not known.
     """
 
     source: str
@@ -65,6 +66,7 @@ class CalibrationData:
     records: tuple[int, ...]
     answers: tuple[Span | None, ...]
     example: str = ""
+    revision: str = ""
 
     @property
     def sha256(self) -> str:
@@ -165,6 +167,7 @@ class CalibrationSource:
             tuple(sample.record for sample in drawn),
             tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
             self._example(drawn) if drawn else "",
+            _revision(records),
         )
 
     def _example(self, drawn: list[_Sample]) -> str:
@@ -412,6 +415,12 @@ def _read_dataset(source: str) -> Sequence[Record]:
             )
         loaded = loaded[split]
     return loaded.select_columns(_text_columns(loaded.features))
+
+
+def _revision(records: Sequence[Record]) -> str:
+    """The commit of a dataset from the Hub, by which ``datasets`` names the folder of its cache; else empty."""
+    caches = (Path(file["filename"]).parent.name for file in getattr(records, "cache_files", ()))
+    return next((name for name in caches if re.fullmatch("[0-9a-f]{40}", name)), "")
 
 
 # The names of sources

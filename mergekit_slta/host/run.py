@@ -28,7 +28,7 @@ from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
-from mergekit_slta.output import card
+from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder
 from mergekit_slta.recipe.experiment import Experiment, Options
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, loaded, plain_values
@@ -185,6 +185,7 @@ def _merged(
     recipe, options = experiment.recipe, experiment.options
     experiment.open()
     experiment.adapt_loaders()
+    _say_differences(experiment, folder)
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []
@@ -205,6 +206,7 @@ def _merged(
         names = sorted(str(file.relative_to(folder)) for file in stale)
         LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(names))
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
+    manifest.write(manifest.describe(experiment, merge.solution, folder), folder)
     if options.write_model_card:
         try:
             card.write_card(folder, recipe, merge.solution)
@@ -212,6 +214,17 @@ def _merged(
             LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
     partial.remove()
     return unfinished
+
+
+def _say_differences(experiment: Experiment, folder: Path) -> None:
+    """Say in what the merge that a folder holds differs from this one, which replaces it."""
+
+    def say() -> None:
+        earlier = manifest.read(folder) if experiment.ranks.first and not experiment.quiet else None
+        if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
+            click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
+
+    experiment.ranks.together(say)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from mergekit.config import MergeConfiguration
 from mergekit_slta import __version__, files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import reading
-from mergekit_slta.files import RECIPE_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
@@ -56,7 +56,8 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
     Raises:
         OSError: the file cannot be written.
     """
-    (folder / ALPHA_FIGURE).unlink(missing_ok=True)
+    for file in (ALPHA_FIGURE, MANIFEST_OF_MERGE):
+        (folder / file).unlink(missing_ok=True)
     beside = folder / STATISTICS_OF_MERGE
     if solution is None:
         beside.unlink(missing_ok=True)

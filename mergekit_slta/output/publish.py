@@ -17,7 +17,7 @@ from mergekit_slta import files
 from mergekit_slta.checks.models import complete_checkpoints
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, reading, refuse
-from mergekit_slta.files import RECIPE_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, code_of, refuse_links
 from mergekit_slta.models.headers import open_model, weight_map
@@ -30,7 +30,7 @@ from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
-    *(card.CARD, RECIPE_OF_MERGE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE),
+    *(card.CARD, RECIPE_OF_MERGE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE, MANIFEST_OF_MERGE),
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *(*TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR),
     *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),

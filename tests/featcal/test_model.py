@@ -161,7 +161,7 @@ def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: m
         publish(out, "org/name", dry_run=True)
     families.merge(content, out)
     assert merges.call_count == 1
-    assert not (out / "mergekit-slta").exists()
+    assert [file.name for file in (out / "mergekit-slta").iterdir()] == ["merge.json"]
 
 
 # Interrupted

@@ -76,7 +76,7 @@ def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -
     text = (out / "README.md").read_text()
     assert f"(`merge_method: {method}`): " in text
     assert "Feature change kept" not in text and "The merge needs this plugin" in text
-    assert not (out / "mergekit-slta").exists()
+    assert [file.name for file in (out / "mergekit-slta").iterdir()] == ["merge.json"]
 
 
 def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,136 @@
+"""The manifest of a merge: the same for every method, public, and compared by the next merge into the folder."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from support import families
+from support.copies import edit_tensors
+from support.families import Family
+
+from mergekit_slta.errors import SltaError
+from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.output.manifest import Manifest, commit, read
+from mergekit_slta.recipe.settings import SETTINGS
+
+
+def content_of(family: Family, method: str, **changes: Any) -> dict[str, Any]:
+    runs = SETTINGS[method].runs_models
+    return families.recipe(family, method, **({"samples": 4} if runs else {"calibration": False}) | changes)
+
+
+def merged(content: dict[str, Any], out: Path, **options: Any) -> Manifest:
+    found = read(families.merge(content, out, **options))
+    assert found is not None
+    return found
+
+
+def sha256(rows: list[list[int]]) -> str:
+    return hashlib.sha256(b"".join(array("q", [len(row), *row]).tobytes() for row in rows)).hexdigest()
+
+
+@pytest.mark.parametrize("method", SETTINGS)
+def test_it_says_what_was_merged_and_how_and_names_no_path(method: str, llama: Family, tmp_path: Path) -> None:
+    out, kind = tmp_path / "out", SETTINGS[method]
+    found = merged(content_of(llama, method), out)
+    assert found.method == method
+    fields = {field.alias or name: field.default for name, field in kind.model_fields.items() if name != "report"}
+    assert fields.items() <= found.settings.items() and found.settings["dtype"] == "float32"
+    names = [folder.name for folder in llama.folders]
+    models = [found.base_model, *found.models]
+    assert [model.name for model in models] == names and len({model.sha256 for model in models}) == len(names)
+    tasks = [(task.model, task.source, task.prompts, task.sha256) for task in found.tasks]
+    if kind.runs_models:
+        rows = zip(names[1:], llama.data, llama.token_ids(samples=4), strict=True)
+        assert tasks == [(name, file.name, 4, sha256(ids)) for name, file, ids in rows]
+        assert [model.parameters for model in models] == [{}, *[{"samples": 4}] * len(llama.experts)]
+    else:
+        assert tasks == [] and all(model.parameters["weight"] == 1.0 for model in found.models)
+    assert found.versions.keys() == {"mergekit-slta", "commit", "mergekit", "torch", "transformers"}
+    with safe_open(out / "model.safetensors", "pt") as file:
+        count, shape = len(file.keys()), file.get_slice("model.layers.0.mlp.up_proj.weight").get_shape()
+    assert found.tensors["model.layers.*.mlp.up_proj.weight"] == {f"F32 {shape}": families.LAYERS}
+    assert sum(sum(counts.values()) for counts in found.tensors.values()) == count
+    assert "/" not in (out / MANIFEST_OF_MERGE).read_text()
+
+
+def test_the_prompts_that_a_statistics_file_stands_for_are_the_measured_ones(llama: Family, tmp_path: Path) -> None:
+    keep = {"samples": 3, "weight": 0.5}
+    first = merged(content_of(llama, "slta", experts=[0, 1], keep=keep), tmp_path / "first")
+    named = str(tmp_path / "first" / STATISTICS_OF_MERGE)
+    content = content_of(llama, "slta", experts=[1, 0], keep=keep, calibration=False, statistics=named)
+    content["models"][2]["parameters"] = {"weight": 0.5}
+    again = merged(content, tmp_path / "again")
+    assert [task.prompts for task in again.tasks] == [4, 4, 3]
+    assert list(again.tasks) == [first.tasks[1], first.tasks[0], first.tasks[2]]
+    assert again.settings["statistics"] == "statistics.safetensors"
+    assert first.base_model.parameters == keep and first.settings["statistics"] == ""
+
+
+def other_prompts(content: dict[str, Any], family: Family) -> None:
+    families.write_records(family.data[1], task=4)
+
+
+def other_weights(content: dict[str, Any], family: Family) -> None:
+    edit_tensors(family.experts[2], lambda tensors: [tensor.mul_(1.1) for tensor in tensors.values()])
+
+
+def other_expert(content: dict[str, Any], family: Family) -> None:
+    folder = shutil.copytree(family.experts[0], family.base.parent / "new")
+    content["models"][0]["model"] = str(folder)
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda content, family: None, ""),
+    "prompts": (other_prompts, "other prompts of expert1 (task1.jsonl)"),
+    "a setting": (lambda content, family: content["parameters"].update(ridge=0.5), "ridge 0.0 instead of 0.5"),
+    "an expert's parameter": (
+        lambda content, family: content["models"][1]["parameters"].update(samples=3),
+        "samples of expert1 4 instead of 3, other prompts of expert1 (task1.jsonl)",
+    ),
+    "weights": (other_weights, "other weights of expert2"),
+    "a model": (other_expert, "no model new, the model expert0"),
+    "the method": (
+        lambda content, family: content.update(content_of(family, "sftm")),
+        "the method slta instead of sftm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_next_merge_into_the_folder_says_what_the_earlier_one_had(
+    name: str, family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody who repeats a published merge, in a folder with its manifest, learns what he has got otherwise."""
+    (change, words), content, out = CHANGES[name], content_of(family, "slta"), tmp_path / "out"
+    merged(content, out)
+    change(content, family)
+    capsys.readouterr()
+    families.merge(content, out, quiet=False)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "another merge" in line]
+    assert notes == ([f"Note: {out} holds another merge, which had {words}; it is replaced."] if words else [])
+
+
+def test_a_manifest_that_cannot_be_read_is_named(llama: Family, tmp_path: Path) -> None:
+    file = tmp_path / MANIFEST_OF_MERGE
+    file.parent.mkdir()
+    file.write_text("{}")
+    with pytest.raises(SltaError, match=r"merge\.json cannot be read .*: get an undamaged copy, or delete it\."):
+        read(tmp_path)
+    file.unlink()
+    assert read(tmp_path) is None
+
+
+def test_it_has_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            return '{"vcs_info": {"vcs": "git", "commit_id": "abc"}}' if name == "direct_url.json" else None
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    assert commit() == "abc"
