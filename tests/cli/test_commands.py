@@ -170,7 +170,7 @@ def test_the_output_of_calibrate_replaces_the_recipes_statistics(
     llama: Family, stats: Path, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     other = write_recipe(llama, name="other.yml", statistics=str(stats), samples=3)
-    assert "measure into another file" in run("check", other, code=1).output
+    assert "measure into another file" in run("calibrate", other, "-o", stats, code=1).output
     run("calibrate", other, "-o", tmp_path / "other.safetensors", "--quiet")
     without_data = write_recipe(llama, name="without.yml", calibration=False)
     said = run("calibrate", without_data, "-o", stats, "--quiet").output
