@@ -14,15 +14,17 @@ from mergekit import merge_methods
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 
-from mergekit_slta import __version__, files
-from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
+from mergekit_slta import files
+from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset
 from mergekit_slta.errors import reading
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models.adapters import adapter_option
+from mergekit_slta.output import manifest
+from mergekit_slta.output.manifest import Manifest
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
-from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics, versions
+from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics
 from mergekit_slta.words import as_score
 
 CARD = "README.md"
@@ -32,6 +34,7 @@ INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # no
 HEADING = "## How this model was made"
 # What each method does; read here, so that a method without a sentence fails when this module is imported.
 _IN_WORDS = {method: settings.in_words for method, settings in SETTINGS.items()}
+SHOWN = 12  # characters of a commit
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -88,19 +91,19 @@ def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -
         named = [name for name in named if not os.path.exists(name) and not files.is_private(name)]
         data.datasets = list(dict.fromkeys([*(data.datasets or []), *named])) or None
         data.library_name = data.library_name or "transformers"
-        if HEADING not in card.text:
-            card.text = f"{card.text.rstrip()}\n\n{_section(recipe, solution)}\n"
+        made = manifest.read(folder)
+        if made and HEADING not in card.text:
+            card.text = f"{card.text.rstrip()}\n\n{_section(recipe, made, solution)}\n"
     return str(card)
 
 
-def _section(recipe: Recipe, solution: Solution | None) -> str:
-    spec = merge_methods.get(recipe.config.merge_method).spec
+def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
+    spec = merge_methods.get(made.method).spec
     paragraphs = [
         HEADING,
         f"Merged with [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
-        _model_table(recipe, solution),
+        _model_table(recipe, made, solution),
     ]
-    again = "The merge needs this plugin. The model itself loads like any other."
     if solution is not None:
         from mergekit_slta.reports.merge import kept_sentence
 
@@ -108,34 +111,38 @@ def _section(recipe: Recipe, solution: Solution | None) -> str:
             f"{kept_sentence(solution)} The share says little about accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
-        again = (
+    local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
+    needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
+    commit = made.versions["commit"]
+    command = f"mergekit-yaml merged/{RECIPE_OF_MERGE} merged{adapter_option(recipe.references)}"
+    paragraphs += [
+        "### Reproduce this merge",
+        f"You need the models in the table{needed}. Download `{RECIPE_OF_MERGE}` and `{MANIFEST_OF_MERGE}` into a "
+        "folder `merged`:",
+        f"```sh\n{INSTALL}{f'@{commit}' if commit else ''}\n{command}\n```",
+        "The merge says what differs from this one: models, prompts, settings and versions. It needs this plugin; the "
+        "model itself loads like any other.",
+    ]
+    if solution is not None:
+        paragraphs.append(
             f"`{STATISTICS_OF_MERGE}` holds the measurement. To merge again without prompts, name that file under "
             "`statistics` among the recipe's parameters, and leave `calibration` out."
         )
-    option = adapter_option(recipe.references)
-    return "\n\n".join(
-        [
-            *paragraphs,
-            "### Reproduce this merge",
-            f"```sh\n{INSTALL}  # version {__version__}\nmergekit-yaml {RECIPE_OF_MERGE} ./merged{option}\n```",
-            again,
-            "Made with " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
-        ]
-    )
+    versions = [f"{name} {version}" for name, version in made.versions.items() if name != "commit"]
+    return "\n\n".join([*paragraphs, f"Made with {', '.join(versions)}."])
 
 
-def _model_table(recipe: Recipe, solution: Solution | None) -> str:
+def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     """A row for each model; columns in which no model has anything are left out."""
     kept = dict(zip(solution.models, solution.kept.tolist(), strict=True)) if solution else {}
     if solution and solution.keeps_base:
-        kept[published_name(recipe.base)] = solution.base_kept
-    models = [("Base model", recipe.base, recipe.keep.calibration if recipe.keep else "")]
-    models += [("Expert", expert.reference, expert.calibration) for expert in recipe.experts]
-    lines = [["", "Model", "Calibration data", "Feature change kept"], ["---"] * 4]
-    for kind, model, source in models:
-        share = kept.get(published_name(model))
-        data = _code(source_name(source)) if source else ""
-        lines.append([kind, _linked(model), data, "" if share is None else as_score(share)])
+        kept[made.base_model.name] = solution.base_kept
+    tasks = {task.model: f"{task.prompts} of {_code(task.source)}" for task in made.tasks}
+    lines = [["", "Model", "Revision", "Prompts", "Feature change kept"], ["---"] * 5]
+    for reference, model in zip(recipe.references, (made.base_model, *made.models), strict=True):
+        kind = "Base model" if reference == recipe.base else "Expert"
+        share = as_score(kept[model.name]) if model.name in kept else ""
+        lines.append([kind, _linked(reference), model.revision[:SHOWN], tasks.get(model.name, ""), share])
     columns = [column for column in zip(*lines, strict=True) if any(column[2:])]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in zip(*columns, strict=True)

@@ -15,10 +15,12 @@ from support.adapters import write_adapter
 from support.command import run
 from support.families import Family
 
-from mergekit_slta import __version__
+from mergekit_slta.data.sources import source_name
 from mergekit_slta.output import card as module
+from mergekit_slta.output import manifest
 from mergekit_slta.output.card import INSTALL
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.output.manifest import Manifest, MergedModel, MergedTask
+from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.slta.statistics import Statistics
 
 OPTIONS = {"write_model_card": True}
@@ -46,12 +48,15 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
     solution = statistics.solve()
     for index, line in enumerate(line for line in text.splitlines() if line.startswith("| Expert")):
         _, _, model, data, kept, _ = map(str.strip, line.split("|"))
-        assert (model, data) == (f"`expert{index}`", f"`task{index}.jsonl`")
+        assert (model, data) == (f"`expert{index}`", f"3 of `task{index}.jsonl`")
         shares = [float(retained[index]) for retained in solution.retained.values()]
         assert min(shares) - 0.005 <= float(kept.replace("−", "-")) <= max(shares) + 0.005
     assert "(mergekit-slta/alpha.png)" in text
     assert (merged / "mergekit-slta" / "alpha.png").read_bytes().startswith(b"\x89PNG")
-    assert f"{INSTALL}  # version {__version__}" in text and "transformers" in text.splitlines()[-1]
+    assert "and the files of prompts `task0.jsonl`, `task1.jsonl`, `task2.jsonl`, which are not in this" in text
+    made = manifest.read(merged)
+    assert made is not None and "transformers" in text.splitlines()[-1]
+    assert f"\n{INSTALL}@{made.versions['commit']}\nmergekit-yaml merged/mergekit_config.yml merged\n" in text
 
 
 def test_no_path_of_this_machine_gets_out(merged: Path, llama: Family) -> None:
@@ -66,7 +71,7 @@ def test_adapters_have_their_option_in_the_commands(llama: Family, tmp_path: Pat
     content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}"
     out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "cache"), **OPTIONS)
     text = (out / "README.md").read_text()
-    assert "\nmergekit-yaml mergekit_config.yml ./merged --lora-merge-cache ./adapters\n" in text
+    assert "\nmergekit-yaml merged/mergekit_config.yml merged --lora-merge-cache ./adapters\n" in text
 
 
 @pytest.mark.parametrize("method", ["featcal", "sftm"])
@@ -75,7 +80,7 @@ def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -
     out = families.merge(content, tmp_path / "out", **OPTIONS)
     text = (out / "README.md").read_text()
     assert f"(`merge_method: {method}`): " in text
-    assert "Feature change kept" not in text and "The merge needs this plugin" in text
+    assert "Feature change kept" not in text and "It needs this plugin" in text
     assert [file.name for file in (out / "mergekit-slta").iterdir()] == ["merge.json"]
 
 
@@ -89,12 +94,22 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
         "org/base+org/adapter@v1": {"calibration": "hf:/home/somebody/set?split=x"},
     }
     recipe = families.recipe_of("org/base", experts)
+    base, *models = (MergedModel(name=published_name(model), sha256="") for model in recipe.references)
+    names = zip(models, recipe.experts, strict=True)
+    tasks = [
+        MergedTask(model=model.name, source=source_name(task.calibration), prompts=3, sha256="")
+        for model, task in names
+    ]
+    made = Manifest(
+        method="slta", settings={}, base_model=base, models=tuple(models), tasks=tuple(tasks), versions={"commit": ""}
+    )
+    manifest.write(made, tmp_path / "out")
     found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe))
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
-    assert "| [org/math](https://huggingface.co/org/math) | `hf:openai/gsm8k?config=main` |" in found.text
-    assert "| `org/local` | `private data.jsonl` |" in found.text
-    assert "[org/adapter@v1](https://huggingface.co/org/adapter) | `hf:set?split=x` |" in found.text
+    assert "| [org/math](https://huggingface.co/org/math) | 3 of `hf:openai/gsm8k?config=main` |" in found.text
+    assert "| `org/local` | 3 of `private data.jsonl` |" in found.text
+    assert "[org/adapter@v1](https://huggingface.co/org/adapter) | 3 of `hf:set?split=x` |" in found.text
     assert "somebody" not in str(found)
 
 

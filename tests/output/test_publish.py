@@ -73,7 +73,7 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: H
     assert names == {
         *("README.md", "mergekit_config.yml", "config.json", "generation_config.json"),
         *(WEIGHTS, "tokenizer.json", "tokenizer_config.json"),
-        *("mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png"),
+        *("mergekit-slta/statistics.safetensors", "mergekit-slta/alpha.png", "mergekit-slta/merge.json"),
     }
     assert hub.committed[WEIGHTS] == (out / WEIGHTS).read_bytes()
     for stranger in STRANGERS:
