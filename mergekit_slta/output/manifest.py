@@ -17,7 +17,6 @@ from mergekit.io.tasks import LoaderCache
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 
-import mergekit_slta
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.errors import SltaError
@@ -172,7 +171,7 @@ def commit() -> str:
         installed = importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json")
         if known := json.loads(installed or "{}").get("vcs_info"):
             return str(known["commit_id"])
-    clone = Path(mergekit_slta.__file__).parents[1]
+    clone = Path(files.__file__).parents[1]
     if not (clone / ".git").exists():
         return ""
     with suppress(OSError, subprocess.CalledProcessError):
