@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 Result = TypeVar("Result")
+_OUT_OF_MEMORY = re.compile("out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator", re.IGNORECASE)
 
 
 class SltaError(click.ClickException):
@@ -56,27 +58,38 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get an un
     """
     try:
         yield
-    except (SltaError, MemoryError):
+    except SltaError:
         raise
     except BaseException as error:
         # Libraries written in Rust raise panics, which are not Exceptions and whose class cannot be imported.
-        kind = type(error).__name__
-        if kind == "OutOfMemoryError" or not (isinstance(error, Exception) or kind == "PanicException"):
+        of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if is_out_of_memory(error) or not of_library:
             raise
         if "No space left" in str(error):  # the reader writes too: it merges an adapter, or downloads
             fix = "make room on the disk"
         raise SltaError(f"{what} {problem} ({first_line(error)}): {fix}.") from error
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch has an error of its own for a GPU's, and a RuntimeError for the computer's."""
+    known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return known or _OUT_OF_MEMORY.search(str(error)) is not None
+
+
 @contextmanager
 def files_named(then: str = "") -> Iterator[None]:
-    """Turn the errors of reading and writing files that nobody has explained into an SltaError.
+    """Turn a lack of memory, and errors of reading and writing files, that nobody has explained into an SltaError.
 
-    ``then`` says what the user can do.
+    ``then`` says what the user can do about files.
     """
     try:
         yield
+    except SltaError:
+        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            fix = "merge fewer experts, with 'dtype: bfloat16' or without a GPU; `ask` needs memory for a whole model"
+            raise SltaError(f"Memory ran out ({first_line(error)}): {fix}.") from error
         # safetensors and torch have errors of their own for files that they cannot open or write.
         of_library = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")
         if not (of_library or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:

@@ -34,7 +34,7 @@ from mergekit_slta.data.records import (
 )
 from mergekit_slta.data.sources import CalibrationSource
 from mergekit_slta.engine.loop import progress_bar
-from mergekit_slta.errors import SltaError, reading, whole_number
+from mergekit_slta.errors import SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
@@ -207,12 +207,17 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     width, ends = max(map(len, rows)), model.generation_config.eos_token_id
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-    with suppress(torch.OutOfMemoryError), torch.inference_mode():
-        tokens = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:].tolist()
-        words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens]
-        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens, strict=True)]
-    if len(rows) == 1:
-        raise SltaError(f"One answer does not fit into the memory of {model.device}: choose another device.")
+    try:
+        with torch.inference_mode():
+            tokens = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:]
+        words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens.tolist()]
+        return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens.tolist(), strict=True)]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if len(rows) == 1:
+            fix = "ask for shorter answers (max_new_tokens), or answer on another device"
+            raise SltaError(f"One answer does not fit into the memory of {model.device}: {fix}.") from error
     gc.collect()
     torch.cuda.empty_cache()
     half = len(rows) // 2

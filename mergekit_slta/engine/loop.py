@@ -32,10 +32,11 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch, takes_little
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.checkpoint import Checkpoint, Weights
+from mergekit_slta.tables import as_size
 
 LOG = logging.getLogger(__name__)
 
@@ -124,19 +125,44 @@ def pass_layers(
 
         try:
             return _run(method, positions, partial, report)
-        except torch.OutOfMemoryError as error:
-            fix = "run a single process, which needs fewer" if method.ranks.count > 1 else "lower 'max_tokens'"
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             if method.ranks.count > 1 or positions <= longest:
-                raise SltaError(
-                    f"{positions} token positions at once do not fit into the memory of {device}: {fix}. If that does "
-                    "not help, the layers themselves are too large."
-                ) from error
+                raise _does_not_fit(method, max(positions, longest)) from error
         positions //= 2
         LOG.warning("Out of memory on %s: restarting with %d token positions at once", device, positions)
         progress(-sum(steps))
         gc.collect()  # not above, where the error still holds what the run had in memory
         if device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps freed blocks in sizes that no longer fit
+
+
+def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
+    """What memory must hold at once, and what makes it less."""
+    decoder, models, streams = method.decoder, len(method.models), len(method.sources())
+    tokens = sum(len(token_ids) for samples in method.tasks for token_ids in samples)
+    layers, width = models * layer_bytes(decoder), decoder.model.config.get_text_config().hidden_size
+    states = torch.float32.itemsize * tokens * streams * width
+    fixes = ["use fewer prompts ('samples') or shorter ones ('max_tokens')"]
+    fixes += ["start fewer processes"] if method.ranks.count > 1 else []
+    fixes += ["compute without a GPU"] if decoder.device.type != "cpu" else []
+    return SltaError(
+        f"The memory of {decoder.device} does not hold a layer of {models} models ({as_size(layers)}), the hidden "
+        f"states of all prompts ({as_size(states)}) and a batch of {positions} token positions: {', or '.join(fixes)}."
+    )
+
+
+def layer_bytes(decoder: Decoder) -> int:
+    """The bytes of a model's largest layer in float32; of a mixture's routed experts, one is in memory at a time."""
+
+    def numbers(layer: torch.nn.Module) -> int:
+        stacks = routed_tensors(layer)
+        return sum(
+            tensor.numel() // (len(tensor) if name in stacks else 1) for name, tensor in layer.state_dict().items()
+        )
+
+    return torch.float32.itemsize * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind())
 
 
 def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, report: Progress) -> Result:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
-from support import calibration_samples, families
+from support import calibration_samples, families, memory
 from support.adapters import write_adapter
 from support.calibration_samples import BOS, EOS, LETTERS, load, spelled, write_jsonl, write_scripted
 from support.command import run
@@ -236,6 +236,29 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
     assert out.read_bytes() == whole.read_bytes() and not beside.exists()
     with pytest.raises(slta.SltaError, match=r"out.jsonl already exists and is unchanged: name another file"):
         slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
+
+
+@pytest.mark.parametrize("most", [2, 0])
+def test_prompts_that_do_not_fit_together_are_answered_in_halves(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    whole = slta.ask(folder, tmp_path / "whole.jsonl", prompts, max_new_tokens=8, quiet=True)
+    generate = transformers.GenerationMixin.generate
+
+    def limited(self: Any, ids: torch.Tensor, **settings: Any) -> Any:
+        if len(ids) > most:
+            raise memory.torch_without_memory()
+        return generate(self, ids, **settings)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", limited)
+    if most:
+        again = slta.ask(folder, tmp_path / "again.jsonl", prompts, max_new_tokens=8, quiet=True)
+        assert again.read_bytes() == whole.read_bytes()
+    else:
+        with pytest.raises(slta.SltaError, match="One answer does not fit into the memory of cpu: .*max_new_tokens"):
+            slta.ask(folder, tmp_path / "again.jsonl", prompts, max_new_tokens=8, quiet=True)
 
 
 def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

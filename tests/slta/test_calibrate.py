@@ -13,7 +13,7 @@ import torch
 from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
-from support import depths, families, reference
+from support import depths, families, memory, reference
 from support.copies import edit_tensors
 from support.families import LAYERS, ORIGINAL_CONTEXT, Family
 from support.reference import largest_difference
@@ -24,6 +24,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.solver import solve
+from mergekit_slta.tables import as_size
 
 LEVELS = ("layer", "attn_mlp")
 
@@ -101,8 +102,8 @@ def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:
             families.measure(family, level)
 
 
-@pytest.fixture
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture(params=[torch.OutOfMemoryError("no memory left"), memory.torch_without_memory(), MemoryError()])
+def small_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A device on which more than 40 token positions do not fit; collects the positions that were tried."""
     tried: list[int] = []
     run = Decoder.run
@@ -112,7 +113,7 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         if layer == 1:
             tried.append(positions)
             if positions > 40:
-                raise torch.OutOfMemoryError("no memory left")
+                raise request.param
         return run(self, layer, weights, hidden, *args, **kwargs)
 
     monkeypatch.setattr(Decoder, "run", limited)
@@ -128,7 +129,12 @@ def test_batches_are_halved_until_they_fit_and_one_sample_that_does_not_is_an_er
     assert max(small_memory) > 40 >= small_memory[-1]
     LoaderCache.loaders.clear()
     assert largest_difference(halved, families.measure(llama, *LEVELS, batch_tokens=1)) < 1e-5
-    with pytest.raises(SltaError, match="'max_tokens'"):
+    layer = sum(tensor.nbytes for name, tensor in load_file(llama.base / "model.safetensors").items() if ".0." in name)
+    large = (
+        f"a layer of 4 models ({as_size(4 * layer)}), the hidden states of all prompts "
+        f"({as_size(80 * 4 * llama.config.hidden_size)}) and a batch of 60 token positions: "
+    )
+    with pytest.raises(SltaError, match=re.escape(large) + ".*'samples'.*'max_tokens'"):
         families.measure(llama, *LEVELS, tasks=[[[3] * 60], [[3] * 10], [[4] * 10]])
 
 

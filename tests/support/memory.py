@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -16,6 +17,15 @@ def memory_of_this_process(kind: str = "RssAnon") -> int:
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"This kernel does not report {kind}.")
+
+
+def torch_without_memory() -> RuntimeError:
+    """What torch raises where the computer has too little memory."""
+    try:
+        torch.empty(2**60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("a computer with an exabyte")
 
 
 class PeakMemory:
