@@ -6,21 +6,22 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import counted, enumerated, plain_number
+from mergekit_slta.words import as_score, counted, enumerated, plain_number
 
 ERRORS_MEANING = (
     "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
-    "is as large as that output, on average over the tokens of the task's prompts. The merge was fitted to these "
-    "prompts: on others the distance is larger. It says little about accuracy: score the merge with mergekit-slta "
-    "evaluate."
+    "is as large as that output, on average over the tokens of the task's prompts. What is near enough differs from "
+    "model to model: compare the pages of several merges of the same models. The merge was fitted to these prompts, so "
+    "on others the distance is larger. It says little about accuracy: score the merge with mergekit-slta evaluate."
 )
 
 
@@ -39,49 +40,46 @@ def drift_page(
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
-        title=f"How close the merge is to {enumerated(names)}",
-        verdict=[_verdict(errors, names), ERRORS_MEANING],
+        title=f"How far the merge is from {enumerated(names)}",
+        verdict=[_distances(errors, names), ERRORS_MEANING, *(_largest(ridges) if chosen else ())],
         facts={
             "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in tasks),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
             "Solved with": f"{ridge}, towards W₀ plus 1.5 times actmat's change",
         },
-        charts=[_chart(errors, ridges, names)],
+        charts=[_chart(errors, names)],
     )
 
 
 def _number(error: float) -> str:
-    """A relative error with two digits; a dash where the expert's features are all zero."""
-    return plain_number(error, ".2g") if math.isfinite(error) else "–"
+    """A relative error; a dash where the expert's features are all zero."""
+    return as_score(error if math.isfinite(error) else None, 3)
 
 
-def _verdict(errors: torch.Tensor, names: Sequence[str]) -> str:
-    last = zip(names, errors[-1].tolist(), strict=True)
-    clauses = [f"{_number(error)} from {name}" for name, error in last]
-    worst = int(errors.diff(dim=0, prepend=torch.zeros_like(errors[:1])).nan_to_num().mean(1).argmax())
-    return (
-        f"After the last layer, the merge's features are at a relative distance of {enumerated(clauses)}. "
-        f"The distance grows most in layer {worst}."
-    )
+def _distances(errors: torch.Tensor, names: Sequence[str]) -> str:
+    clauses = [f"{_number(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
+    return f"After the last layer, the merge's features are at a relative distance of {enumerated(clauses)}."
 
 
-def _ridges(ridges: Sequence[float]) -> str:
-    """The smallest and the largest ridge of a layer; a dash where nothing was solved."""
-    return " to ".join(map(plain_number, sorted({min(ridges), max(ridges)}))) if ridges else "–"
+def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
+    """A sentence where most of what was solved took the largest ridge of the search."""
+    every = [ridge for of_layer in ridges for ridge in of_layer]
+    largest = every.count(max(RIDGES))
+    if 2 * largest > len(every):
+        yield (
+            f"Of {len(every)} ridges, {largest} are the largest of the search, {plain_number(max(RIDGES))}, which stays"
+            " nearest to the merge without prompts. More prompts may help; otherwise the tasks do not fit together."
+        )
 
 
-def _chart(errors: torch.Tensor, ridges: Sequence[Sequence[float]], names: Sequence[str]) -> Chart:
+def _chart(errors: torch.Tensor, names: Sequence[str]) -> Chart:
     layers = list(range(len(errors)))
     lines = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
-    rows = zip(errors.tolist(), ridges, strict=True)
     return Chart(
         name="drift",
         title="Distance of the features by layer",
         caption="How far each layer's output is from the output of the task's own model, on the task's prompts. Lower "
-        "is better. The table also has each layer's smallest and largest ridge.",
+        "is better.",
         picture=line_chart([Panel("", lines)], x_label="decoder layer", y_label="relative distance"),
-        table=Table(
-            ["layer", *names, "ridges"],
-            [[str(layer), *map(_number, row), _ridges(used)] for layer, (row, used) in enumerate(rows)],
-        ),
+        table=Table(["layer", *names], [[str(layer), *map(_number, row)] for layer, row in enumerate(errors.tolist())]),
     )
