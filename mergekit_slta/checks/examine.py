@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from mergekit_slta.featcal.model import require_solvable
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
-from mergekit_slta.recipe.recipe import RecipeOrFile, Task, published_names, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import (
     ADAPTERS_RIDGE,
     ActmatSettings,
@@ -37,7 +37,7 @@ from mergekit_slta.recipe.settings import (
 from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
-from mergekit_slta.words import counted, listed
+from mergekit_slta.words import counted, enumerated, listed
 
 HALF = ("bfloat16", "float16")
 
@@ -130,12 +130,22 @@ def examine(
     recipe, out = experiment.recipe, Path(out_path) if out_path is not None and merging else None
     recipe.require_sound()
     checks: list[Callable[[], object]] = [
+        *([partial(_more_than_a_copy, recipe)] if merging else []),
         partial(_check_models, experiment, out, merging),
         partial(require_device, experiment.device),
         partial(space.folders, recipe.settings, out),
     ]
     all_of([*checks, partial(_data, experiment)] if recipe.method.runs_models else checks)
     return [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
+
+
+def _more_than_a_copy(recipe: Recipe) -> None:
+    """Refuse to solve a whole model for what a copy of its only expert does better."""
+    if isinstance(recipe.settings, FeatcalSettings) and len(recipe.tasks) == 1:
+        raise SltaError(
+            f"'featcal' would only approach {recipe.experts[0]}, the one model with prompts: list the base model with "
+            "a 'calibration' of its own, to keep its abilities, or copy the expert instead of merging."
+        )
 
 
 def _check_models(experiment: Experiment, out: Path | None, merging: bool) -> None:
@@ -197,7 +207,10 @@ def _data(experiment: Experiment) -> None:
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration]
     local = [task for task in tasks if not is_dataset(task.calibration)]
-    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in tasks]
+    missing = [task for task in local if not os.path.exists(os.path.expanduser(task.calibration))]
+    there = [task for task in tasks if len(missing) == 1 or task not in missing]
+    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in there]
+    checks.append(partial(_require_files, missing, "mergekit-slta ask " in recipe.text))
     checks.append(partial(require_calibration, recipe, statistics=measured))
     if file is not None and not measured:
         checks.append(partial(space.require_writable, f"The statistics file {file}", file))
@@ -207,6 +220,14 @@ def _data(experiment: Experiment) -> None:
         checks.append(partial(published_names, recipe.references))
     all_of(checks)
     experiment.load_data(local)
+
+
+def _require_files(missing: Sequence[Task], asks: bool) -> None:
+    """Refuse several files that are missing at once; one is refused where it is read."""
+    if len(missing) > 1:
+        names = enumerated([repr(task.calibration) for task in missing])
+        fix = "the 'ask' commands in the recipe's comments write them" if asks else "write them, or correct their names"
+        raise SltaError(f"Calibration files {names} do not exist (the current directory is {os.getcwd()!r}): {fix}.")
 
 
 def _require_samples(experiment: Experiment, task: Task) -> None:
@@ -259,7 +280,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     if not merging:
         return
-    if len(recipe.experts) == 1 and not recipe.keep and settings.runs_models:
+    if len(recipe.experts) == 1 and not recipe.keep and isinstance(settings, SltaSettings):
         yield (
             "With one expert and no prompts for the base model, the merge is nearly a copy of the expert: list the "
             "base model with a 'calibration' of its own."

@@ -31,7 +31,7 @@ from mergekit_slta.recipe.settings import (
     expert_references,
     tokenizer_source,
 )
-from mergekit_slta.recipe.text import UniqueKeys, faults, misshapen, yaml_fault
+from mergekit_slta.recipe.text import Loader, faults, misshapen, without_calibration, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -128,7 +128,7 @@ class Recipe:
 
     def _parse(self, text: str, name: object) -> None:
         try:
-            self.text, self.content = text, yaml.load(text, UniqueKeys)
+            self.text, self.content = text, yaml.load(text, Loader)
         except Exception as error:  # YAML's tags may raise errors of any kind
             raise SltaError(f"{name} is not valid YAML: {yaml_fault(error)}") from None
         if self.content is None:
@@ -142,7 +142,11 @@ class Recipe:
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
-        refuse(faults(self.config, self.content, self.method))
+        problems, tables = [*faults(self.config, self.content, self.method)], expert_parameters(self.config)
+        without = [str(model) for model, given in tables.items() if not given.get("calibration")]
+        if problems and without and self.method.runs_models and "statistics" not in (self.config.parameters or {}):
+            problems.append(without_calibration(without, ""))  # which may also be all that is wrong, see below
+        refuse(problems)
 
     @cached_property
     def base(self) -> ModelReference:
@@ -293,11 +297,7 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
         SltaError: everything that is wrong; malformed sources are not compared.
     """
     without = [str(task) for task in recipe.tasks if not task.calibration]
-    problems = [
-        f"The {'base model' if name == str(recipe.base) else 'expert'} {name} has no 'calibration': give it a file or "
-        "dataset with a few prompts (parameters: {calibration: prompts.jsonl})."
-        for name in without
-    ]
+    problems = [without_calibration(without, str(recipe.base))] if without else []
     if statistics:
         partly = (
             f"Some models have a 'calibration', but not {', '.join(without)}: give it to all, to compare the "

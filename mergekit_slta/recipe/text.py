@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.resources
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,23 @@ from mergekit_slta.recipe.settings import (
     parameter_specs,
     tokenizer_source,
 )
+from mergekit_slta.words import enumerated
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
+OF_MODEL = "the parameters of "
+MOST_VALUES = 100_000  # of a recipe; a few lines of anchors can stand for billions
+# Parameters of mergekit's own methods, and why ours need none.
+_NEEDLESS = {
+    "density": "no change is cut",
+    "epsilon": "no change is cut",
+    "gamma": "no change is cut",
+    "select_topk": "no change is cut",
+    "normalize": "the solution has the right size",
+    "rescale": "the solution has the right size",
+    "lambda": "the solution has the right size",
+    "int8_mask": "there is no mask",
+}
 
 
 def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
@@ -47,12 +62,16 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     if settings.runs_models and (config.slices or config.modules):
         yield f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
     yield from _inputs(config)
+    places = defaultdict[tuple[str, str], list[str]](list)  # of a fault: what comes before "in PLACES", and after it
     for where, table, model in _parameter_tables(config):
         is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
         known = {spec.name: spec for spec in (*parameter_specs(settings), *(base_specs(settings) if is_base else ()))}
-        yield from _parameters(where, table, model is not None, known, settings)
+        for fault in _parameters(table, model is not None, known, settings):
+            places[fault].append(where)
+    for (name, rest), (first, *others) in places.items():
+        yield f"{name} in {enumerated([first, *(other.removeprefix(OF_MODEL) for other in others)])}{rest}"
     yield from _data_types(config)
     yield from _tokenizer(config)
     yield from _chat_template(config)
@@ -66,11 +85,29 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
     for output in output_slices(config):
         yield "the parameters of a slice", output.parameters or {}, None
     for entry in model_inputs(config):
-        yield f"the parameters of {entry.model}", entry.parameters or {}, entry.model
+        yield f"{OF_MODEL}{entry.model}", entry.parameters or {}, entry.model
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """Reads YAML, but refuses a table with a key twice, of which its base class silently keeps the last."""
+class Loader(yaml.SafeLoader):
+    """Reads YAML, but refuses what its base class takes: a table with a key twice, and anchors without end."""
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        try:
+            size = self._size(node, {})
+        except RecursionError:
+            size = MOST_VALUES + 1
+        if size > MOST_VALUES:
+            problem = f"its anchors stand for more than {MOST_VALUES:,} values"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return super().construct_document(node)
+
+    def _size(self, node: yaml.Node, known: dict[int, int]) -> int:
+        """How many values a node stands for, with each anchor's content counted wherever it is named."""
+        if id(node) not in known:
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            parts = [part for entry in parts for part in (entry if isinstance(entry, tuple) else [entry])]
+            known[id(node)] = 1 + sum(self._size(part, known) for part in parts)
+        return known[id(node)]
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -135,37 +172,51 @@ def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Itera
 
 
 def _parameters(
-    where: str,
-    table: Mapping[str, Any],
-    of_model: bool,
-    known: Mapping[str, ParameterSpec],
-    settings: type[MethodSettings],
-) -> Iterator[str]:
-    """Unknown names (with the closest known one), wrong values, and lists where one value is needed."""
+    table: Mapping[str, Any], of_model: bool, known: Mapping[str, ParameterSpec], settings: type[MethodSettings]
+) -> Iterator[tuple[str, str]]:
+    """Unknown names (with the closest known one), wrong values, and lists where one value is needed.
+
+    Yields:
+        The beginning and the end of a sentence, which has the place of the table between them.
+    """
     here = [name for name, spec in known.items() if not of_model or spec.scope != ParameterScope.SHARED]
     for name, setting in table.items():
         if name in known and name not in here:
-            yield (
-                f"'{name}' in {where} has no effect: it is one value for the whole merge, so move it to the "
-                "'parameters' of the recipe."
-            )
+            rest = "it is one value for the whole merge, so move it to the 'parameters' of the recipe."
+            yield f"'{name}'", f" has no effect: {rest}"
         elif name == "weight" and name not in known:
-            yield (
-                f"'weight' in {where} has no effect: the method solves the experts' weights, so leave it out; the base "
-                "model's own entry under 'models' takes one."
+            rest = (
+                "the method solves the experts' weights, so leave it out; the base model's own entry under 'models' "
+                "takes one."
             )
+            yield f"'{name}'", f" has no effect: {rest}"
+        elif name in _NEEDLESS and name not in known:
+            yield f"'{name}'", f" has no effect: with '{settings.method}', {_NEEDLESS[name]}, so delete it."
         elif name not in known:
-            hint = suggestion(name, here) or f"; the known ones are {', '.join(sorted(here))}."
-            yield f"Unknown parameter '{name}' in {where}{hint}"
+            yield (
+                f"Unknown parameter '{name}'",
+                suggestion(name, here) or f"; the known ones are {', '.join(sorted(here))}.",
+            )
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             fix = "; put all prompts into one file" if name == "calibration" else ""
-            yield f"'{name}' in {where} must be one value for the whole merge, not a list or a filter{fix}."
+            yield f"'{name}'", f" must be one value for the whole merge, not a list or a filter{fix}."
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
                 try:
                     known[name].validate(value)
                 except SltaError as error:
-                    yield error.message.replace(f"'{name}'", f"'{name}' in {where}", 1)
+                    yield f"'{name}'", error.message.removeprefix(f"'{name}'")
+
+
+def without_calibration(models: Sequence[str], base: str) -> str:
+    """Say which models lack prompts, and what to give them."""
+    kind = "base model" if [*models] == [base] else "model" if base in models else "expert"
+    several = len(models) > 1
+    return (
+        f"The {kind}{'s' * several} {enumerated(models)} {'have' if several else 'has'} no 'calibration': give "
+        f"{'each' if several else 'it'} a file or dataset with a few prompts (parameters: {{calibration: "
+        "prompts.jsonl})."
+    )
 
 
 def _values(setting: Any) -> Iterator[Any]:

@@ -81,7 +81,7 @@ def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: F
 def test_the_layers_of_a_killed_merge_need_no_second_room(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = feature_recipe(family, experts=[0])
+    recipe = feature_recipe(family, experts=[0, 1])
     found = needs(families.experiment(recipe))
     usage = shutil.disk_usage("/")._replace(free=found.merged + found.solved // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)

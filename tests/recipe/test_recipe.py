@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ FAULTS = [
     (content(level="layer"), "'level' in the recipe has no effect: put it under the recipe's 'parameters'."),
     (content(template="{q}"), "'template' in the recipe has no effect: put it under the model's 'parameters'."),
     (
-        under_expert() | {"models": [{"model": "org/math", "template": "{q}"}]},
+        content(models=[under_expert()["models"][0] | {"template": "{q}"}]),
         "'template' in the entry of org/math has no effect: put it under the model's 'parameters'.",
     ),
     (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
@@ -166,6 +167,37 @@ def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
     found = problems(content("sftm", models=None, modules=modules, parameters={"densty": 1}))
     assert [problem.split("'")[1] for problem in found] == ["densty", "lamda", "rnk", "weigt"]
     assert [problem.split("'")[-2] for problem in found] == ["density", "lambda", "rank", "weight"]
+
+
+def test_a_recipe_of_ties_gets_a_sentence_for_each_parameter_and_one_for_the_prompts() -> None:
+    parameters, names = {"density": 0.5, "weight": 0.5}, ["org/a", "org/b", "org/c"]
+    models = [{"model": name, "parameters": parameters} for name in names]
+    recipe = content(models=models, parameters={"normalize": True, "int8_mask": True})
+    shared, own = "in the recipe's parameters", "in the parameters of org/a, org/b and org/c"
+    needless = "has no effect: with 'featcal',"
+    assert problems(recipe | {"merge_method": "featcal"}) == [
+        f"'normalize' {shared} {needless} the solution has the right size, so delete it.",
+        f"'int8_mask' {shared} {needless} there is no mask, so delete it.",
+        f"'density' {own} {needless} no change is cut, so delete it.",
+        f"'weight' {own} has no effect: the method solves the experts' weights, so leave it out; the base model's own "
+        "entry under 'models' takes one.",
+        "The experts org/a, org/b and org/c have no 'calibration': give each a file or dataset with a few prompts "
+        "(parameters: {calibration: prompts.jsonl}).",
+    ]
+    assert [problem.split("'")[1] for problem in problems(recipe | {"merge_method": "actmat"})] == [
+        "normalize",
+        "int8_mask",
+        "density",
+    ]
+
+
+@pytest.mark.parametrize("levels", [9, 2000])
+def test_anchors_that_stand_for_too_much_are_refused_before_they_are_read(levels: int) -> None:
+    anchors = [f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]" for number in range(1, levels)]
+    text = "\n".join(["a0: &a0 [x]", *anchors, f"merge_method: *a{levels - 1}"])
+    for recipe in (text, "merge_method: &a [*a]"):
+        (problem,) = said(partial(Recipe.parse, recipe, "r.yml"))
+        assert problem.startswith("r.yml is not valid YAML: its anchors stand for more than 100,000 values, in line 1")
 
 
 def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
