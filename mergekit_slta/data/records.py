@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from mergekit_slta.errors import SltaError, first_line
@@ -40,12 +40,17 @@ ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")
 ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call
 SYSTEM = ("system", "system_prompt")  # a conversation's system prompt in a field of its own
-UNREAD = ("context", "passage", "choices", "options", "history", "functions")  # what only a template of a recipe names
+REASON = "the reasoning"
+MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
+# What only a template of a recipe names.
+UNREAD = ("context", "passage", "choices", "options", "history", "functions", *MEDIA)
+DEEPEST = 100  # lists and tables within each other: more would overflow what writes them
+WIDEST = 9999  # characters of a field in a template
 _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
-_APART = r"(?!(?<=\w)\w)"  # no place inside a word
+_INSIDE = re.compile(r"(?<=\w)\w", re.ASCII)  # a place inside a word
 
 
 class UnfitRecord(SltaError):
@@ -53,25 +58,18 @@ class UnfitRecord(SltaError):
 
 
 class Text(NamedTuple):
-    """A record as text.
+    """A record as text."""
 
-    Attributes:
-        text: "" for an empty record.
-        is_chat: whether a chat template wrote it.
-        answer: the place of the answer in the text, without blanks around it: the index of its first character, and of
-            the one after its last. The answer is the last turn if it is an assistant's, the last part of a pair, or of
-            several fields in a template the last one, if the template ends with it or it is an answer by its name. In
-            the record's own text it is the only place for the last part of a pair that the record has too. None where
-            there is no such part or place.
-        left_out: what the chat template does not write of the record, as in "the reasoning".
-        unread: the fields of the record that hold something for the model and are not read.
-    """
-
-    text: str
-    is_chat: bool = False
+    text: str  # "" for an empty record
+    is_chat: bool = False  # a chat template wrote it
+    # The place of the answer, without blanks around it: the index of its first character, and of the one after its
+    # last. The answer is the last turn if it is an assistant's, the last part of a pair, or of several fields in a
+    # template the last one, if the template ends with it or it is an answer by its name. In the record's own text it is
+    # the only place for the last part of a pair that the record has too. None where there is no such part or place.
     answer: Span | None = None
-    left_out: tuple[str, ...] = ()
-    unread: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # what the chat template does not write of the record, as in "the reasoning"
+    unread: tuple[str, ...] = ()  # the fields of the record that hold something for the model and are not read
+    said: str = ""  # what the turns of a conversation hold, as JSON
 
 
 def record_text(record: Record, template: str, *, where: object, render_chat: Callable[..., str]) -> Text:
@@ -153,14 +151,24 @@ def _answer_in(text: str, record: Record) -> Span | None:
     None where several places could be the answer's: what follows an answer may hold the same letters.
     """
     for fields in _groups_in(record):
-        parts = [re.escape("" if record[field] is None else str(record[field]).strip()) for field in fields]
-        before = re.match(".*?".join(["", *parts[:-1]]), text, re.DOTALL)
-        if len(parts) > 1 and parts[-1] and before:
-            answer = re.compile(_APART + parts[-1] + _APART, re.ASCII)
-            places = [place.span() for place in answer.finditer(text, before.end())]
-            if len(places) == 1:
-                return places[0]
+        *parts, answer = ("" if record[field] is None else str(record[field]).strip() for field in fields)
+        end = 0
+        for part in parts:
+            end = text.find(part, end) + len(part) if text.find(part, end) >= 0 else len(text)
+        places = [*islice(_places(answer, text, end), 2)] if parts and answer else []
+        if len(places) == 1:
+            return places[0]
     return None
+
+
+def _places(part: str, text: str, begin: int) -> Iterator[Span]:
+    """Where a part is in a text from an index on, not inside a word, and one place after the other."""
+    while (begin := text.find(part, begin)) >= 0:
+        end = begin + len(part)
+        apart = not (_INSIDE.match(text, begin) or _INSIDE.match(text, end))
+        if apart:
+            yield begin, end
+        begin = end if apart else begin + 1
 
 
 def _without_blanks(text: str, begin: int, end: int) -> Span | None:
@@ -207,10 +215,12 @@ def template_fields(template: str) -> list[str]:
         raise SltaError(
             f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
         ) from error
-    if not named or any(not _FIELD.fullmatch(name) or "{" in (form or "") for name, form in named):
+    widths = [int(width) for _, form in named for width in re.findall(r"\d+", form or "")]
+    unknown = any(not _FIELD.fullmatch(name) or "{" in (form or "") for name, form in named)
+    if not named or unknown or max(widths, default=0) > WIDEST:
         raise SltaError(
             f"The template {template!r} must name fields of a row, each as '{{field}}', '{{field[key]}}' for a part "
-            "of a field, or '{field:format}'."
+            f"of a field, or '{{field:format}}' with a width of at most {WIDEST}."
         )
     return [name.split("[")[0] for name, _ in named]
 
@@ -257,19 +267,12 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     turns, tools = with_system(turns, record), decoded(record.get("tools"))
     tools = [*map(decoded, tools)] if isinstance(tools, list) else tools
     render = partial(render_chat, tools=tools) if tools else render_chat
-    turns, text = _written(turns, render, where)
-    if _loses_reasoning(turns, text):  # some templates have a switch for it
+    turns, text, left_out = _written(turns, tools, render, where)
+    if REASON in left_out:  # some templates have a switch for it
         thinking = partial(render, enable_thinking=True, thinking=True)
-        kept = _attempt(thinking, turns)
-        if kept is not None and not _loses_reasoning(turns, kept):
-            render, text = thinking, kept
-    left_out = ["the reasoning"] * _loses_reasoning(turns, text)
-    others = {turn["role"] for turn in turns if turn["role"] != "assistant" and _leaves_out(turn, text)}
-    left_out += [f"a turn of the {role}" for role in sorted(others)]
-    spoken = [turn | {"content": _said(turn)} for turn in turns if "tool_calls" in turn]
-    left_out += ["the words beside a tool call"] * any(_leaves_out(turn, text) for turn in spoken)
-    left_out += ["the tools"] * (bool(tools) and _attempt(render_chat, turns) == text)
-    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out), unread(record))
+        if (longer := _attempt(thinking, turns)) and REASON not in (lacking := _left_out(turns, tools, longer)):
+            render, text, left_out = thinking, longer, lacking
+    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out), unread(record), _as_json(turns))
 
 
 def with_system(turns: Turns, record: Record) -> Turns:
@@ -318,6 +321,14 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     calls = decoded(turn.get("tool_calls")) or turn.get("function_call")
     if role in CALLS and isinstance(decoded(content), (dict, list)):
         calls, content = decoded(content), ""
+    for part in content if isinstance(content, list) else []:
+        if (
+            isinstance(part, dict)
+            and "text" not in part
+            and (other := [key for key in ("type", *MEDIA) if key in part])
+        ):
+            kind = part[other[0]] if other[0] == "type" else other[0]
+            raise UnfitRecord(f"{what} has a part of the type {kind!r}: only text calibrates and is answered.")
     normal = {"role": ROLES[role], "content": content}
     if calls:
         normal["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
@@ -336,20 +347,22 @@ def _call(call: Any, what: str) -> dict[str, Any]:
     return call | {"function": _without(function, *ARGUMENTS) | {"arguments": decoded(given)}}
 
 
-def decoded(value: Any) -> Any:
-    """A value as it was before it was written as JSON into a string, or into a table, which fills in nulls."""
-    if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
+def decoded(value: Any, depth: int = 0) -> Any:
+    """A value as it was before it was written as JSON into a string, or into a table, which fills in nulls.
+
+    Raises:
+        UnfitRecord: more than ``DEEPEST`` lists or tables lie within each other.
+    """
+    if isinstance(value, str) and not depth and value.lstrip().startswith(("{", "[")):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return value
+    if depth > DEEPEST:
+        raise UnfitRecord(f"a row has more than {DEEPEST} lists or tables within each other: take some out.")
     if isinstance(value, dict):
-        return {key: _inside(entry) for key, entry in value.items() if entry is not None}
-    return [*map(_inside, value)] if isinstance(value, list) else value
-
-
-def _inside(value: Any) -> Any:
-    return value if isinstance(value, str) else decoded(value)
+        return {key: decoded(entry, depth + 1) for key, entry in value.items() if entry is not None}
+    return [decoded(entry, depth + 1) for entry in value] if isinstance(value, list) else value
 
 
 # What a chat template may need: text instead of parts, arguments as JSON, the system's text before the user's.
@@ -382,81 +395,104 @@ def _folded(turns: Turns) -> Turns:
     return [turns[1] | {"content": "\n\n".join(texts)}, *turns[2:]]
 
 
-def _written(turns: Turns, render: Render, where: object) -> tuple[Turns, str]:
-    """A conversation with as few changes as the chat template needs to write all of it, and its text.
+def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[Turns, str, list[str]]:
+    """A conversation with as few changes as let the chat template write the most of it, its text, and what that lacks.
 
     Raises:
         UnfitRecord: the template refuses it, leaves tool calls out, or would print a list.
         SltaError: there is no chat template.
     """
-    forms, reason = [turns], ""
+    forms, written, reason = [turns], list[tuple[Turns, str, list[str]]](), ""
     for change in (_in_one_text, _encoded, _folded):
         forms += [changed for form in forms if (changed := change(form)) not in forms]
     for form in forms:
         try:
             text = render(form)
-            tables = [turn["content"] for turn in form]
-            tables += [call["function"]["arguments"] for turn in form for call in turn.get("tool_calls", [])]
+            tables = [turn["content"] for turn in form] + [function["arguments"] for function in _functions(form)]
             if any(str(table) in text for table in tables if table and isinstance(table, (list, dict))):
                 raise ValueError("it would print a list or a table")
-            if any(not isinstance(turn["content"], str) and _leaves_out(turn, text) for turn in form):
-                raise ValueError("it leaves parts of a message out")
-            uncalled = [_without(turn, "tool_calls") for turn in form]
-            if uncalled != form and _attempt(render, uncalled) == text:
+            if not _names(_functions(form), text, [_without(turn, "tool_calls") for turn in form]):
                 raise ValueError("it writes no tool calls")
-            if _folded(form) != form and _leaves_out(form[0], text):
-                raise ValueError("it leaves the system's text out")
-            return form, text
         except (SltaError, MemoryError):
             raise
         except Exception as error:  # of any kind: templates are programs
             reason = first_line(error)
-    raise UnfitRecord(f"{where} does not fit the chat template ({reason}): give the expert a 'template'.")
+            continue
+        written.append((form, text, _left_out(form, tools, text)))
+        if not written[-1][2]:
+            break
+    if not written:
+        raise UnfitRecord(f"{where} does not fit the chat template ({reason}): give the expert a 'template'.")
+    return min(written, key=lambda one: len(one[2]))
 
 
-def _leaves_out(turn: dict[str, Any], text: str) -> bool:
-    """Whether a text lacks what a turn says."""
-    content = _text_of(turn["content"])
-    if not isinstance(content, str):
-        return False
-    words, text = _SWITCH.sub("", content), _squeezed(_SWITCH.sub("", text))
-    # Some templates write the results of tools as JSON.
-    return all(_squeezed(form) not in text for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
+def _left_out(turns: Turns, tools: Any, text: str) -> list[str]:
+    """What a chat template's text lacks of a conversation, each thing once."""
+    squeezed, last = _squeezed(_SWITCH.sub("", text)), turns[-1]
+
+    def lacks(words: str) -> bool:
+        words = _SWITCH.sub("", words)
+        # Some templates write the results of tools as JSON.
+        return all(_squeezed(form) not in squeezed for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
+
+    thought = "".join(str(last[key]) for key in REASONING if key in last) or _words(last).rpartition("</think>")[0]
+    thinks = last["role"] == "assistant" and lacks(thought.strip().removeprefix("<think>"))
+    missing = [turn for turn in turns if lacks(_said(turn))]
+    names = [
+        "the words beside a tool call" if "tool_calls" in turn else f"a turn of the {turn['role']}" for turn in missing
+    ]
+    defined = (
+        [tool.get("function", tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    )
+    return [REASON] * thinks + [*dict.fromkeys(names)] + ["the tools"] * (not _names(defined, text, turns))
+
+
+def _functions(turns: Turns) -> list[dict[str, Any]]:
+    """The functions that the turns call."""
+    return [call["function"] for turn in turns for call in turn.get("tool_calls", [])]
+
+
+def _names(functions: list[dict[str, Any]], text: str, turns: Turns) -> bool:
+    """Whether a text has each function's name more often than the turns have it."""
+    words, names = _as_json(turns), {str(function["name"]) for function in functions if "name" in function}
+    return all(text.count(name) > words.count(name) for name in names if name)
 
 
 def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
     """Where in the text of a conversation its last turn is, if it is an assistant's: what it thinks, says and calls.
 
-    The conversation is written once more with a mark in place of all this. The text before and after the mark is the
-    template's; the turn is between.
+    The conversation is written once more with a mark in place of all this: the turn is what differs.
     """
-    last, content = turns[-1], _text_of(turns[-1]["content"])
-    calls, mark = last.get("tool_calls", []), MARK if last["content"] is content else [{"type": "text", "text": MARK}]
-    if last["role"] != "assistant" or not isinstance(content, str) or (is_blank(content) and not calls):
+    last, functions = turns[-1], _functions(turns[-1:])
+    if last["role"] != "assistant" or not (functions or _words(last).strip()):
         return None
-    rendered = _attempt(render, [*turns[:-1], _without(last, "tool_calls", *REASONING) | {"content": mark}])
-    if rendered is None or rendered.count(MARK) != 1:  # the template takes the turn apart, leaves it out or repeats it
+    mark = [{"type": "text", "text": MARK}] if isinstance(last["content"], list) else MARK
+    marked = _attempt(render, [*turns[:-1], _without(last, "tool_calls", *REASONING) | {"content": mark}]) or ""
+    before, *after = marked.split(MARK)
+    if len(after) != 1:  # the template takes the turn apart, leaves it out or repeats it
         return None
-    before, after = rendered.split(MARK)
     begin = _shared(text, before)
-    end = len(text) - _shared(text[begin:][::-1], after[::-1])
-    part = _squeezed(text[begin:end])
+    end = len(text) - _shared(text[begin:][::-1], after[0][::-1])
     # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave out
     # what is thought, or said beside a call.
-    pieces = [str(call["function"].get("name")) for call in calls] or [_said(last)]
+    pieces = [str(function.get("name")) for function in functions] or [_said(last)]
+    part = _squeezed(text[begin:end])
     return _without_blanks(text, begin, end) if all(_squeezed(piece) in part for piece in pieces) else None
 
 
+def _words(turn: dict[str, Any]) -> str:
+    """The content of a turn as text; "" if it is none."""
+    text = _text_of(turn["content"])
+    return text if isinstance(text, str) else ""
+
+
 def _said(turn: dict[str, Any]) -> str:
-    """What a turn says after it has thought."""
-    return str(_text_of(turn["content"])).rpartition("</think>")[2]
+    """What a turn says, an assistant's after it has thought."""
+    return _words(turn).rpartition("</think>")[2] if turn["role"] == "assistant" else _words(turn)
 
 
-def _loses_reasoning(turns: Turns, text: str) -> bool:
-    """Whether the text lacks what the last turn, an assistant's, thinks before it answers."""
-    last, content = turns[-1], str(_text_of(turns[-1]["content"]))
-    thought = "".join(str(last[key]) for key in REASONING if key in last) or content.rpartition("</think>")[0]
-    return last["role"] == "assistant" and _squeezed(thought).removeprefix("<think>") not in _squeezed(text)
+def _as_json(turns: Turns) -> str:
+    return json.dumps(turns, ensure_ascii=False, default=str)
 
 
 def _attempt(render: Render, turns: Turns) -> str | None:

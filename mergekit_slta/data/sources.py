@@ -11,6 +11,7 @@ import contextlib
 import csv
 import datetime
 import glob
+import gzip
 import hashlib
 import json
 import logging
@@ -22,11 +23,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
+import huggingface_hub
 import numpy as np
 
-from mergekit_slta.data.records import Record, Span, Text, Turns, UnfitRecord, in_a_list, record_text
+from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, in_a_list, record_text
 from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.files import published_path
 from mergekit_slta.words import counted
@@ -47,26 +49,17 @@ NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 @dataclass(frozen=True)
 class CalibrationData:
-    """The samples drawn from one source.
+    """The samples drawn from one source."""
 
-    Attributes:
-        source: the source as the recipe spells it.
-        template: the template of the expert, or "".
-        token_ids: one row of token ids per sample, in the order drawn; no padding.
-        records: each row's index in the source.
-        answers: the place of the record's answer in each row: the index of its first token, and of the one after its
-            last, which is beyond the row if the answer is cut off. None for a record without a known answer.
-        example: the first sample as the model sees it, in a sentence.
-        revision: of a dataset from the Hub: the commit, or "" if it is not known.
-    """
-
-    source: str
-    template: str
-    token_ids: tuple[tuple[int, ...], ...]
-    records: tuple[int, ...]
+    source: str  # as the recipe spells it
+    template: str  # of the expert, or ""
+    token_ids: tuple[tuple[int, ...], ...]  # a row per sample, in the order drawn; no padding
+    records: tuple[int, ...]  # each row's index in the source
+    # The place of the record's answer in each row: the index of its first token, and of the one after its last, which
+    # is beyond the row if the answer is cut off. None for a record without a known answer.
     answers: tuple[Span | None, ...]
-    example: str = ""
-    revision: str = ""
+    example: str = ""  # the first sample as the model sees it, in a sentence
+    revision: str = ""  # of a dataset from the Hub: the commit, or "" if it is not known
 
     @property
     def sha256(self) -> str:
@@ -132,7 +125,7 @@ class CalibrationSource:
         # Fields that no record has are refused before each one is looked at.
         record_text(dict.fromkeys(fields), self.template, where=source, render_chat=self._render_chat)
         repeated = {row for data in used for row in data.token_ids}
-        drawn: list[_Sample] = []
+        drawn, beyond = list[_Sample](), list[_Sample]()
         empty, unfit = 0, list[str]()
         for index in random.Random(self.seed if seed is None else seed).sample(range(len(records)), len(records)):
             if len(drawn) == samples:
@@ -147,16 +140,16 @@ class CalibrationSource:
             if not row:
                 empty += 1
             elif row not in repeated:
-                drawn.append(_Sample(index, row, answer, text))
+                unanswered = used and answer and answer[0] >= self.max_tokens
+                (beyond if unanswered else drawn).append(_Sample(index, row, answer, text))
         again = quiet or any(data.source == self.source for data in used)
-        if not drawn and (not used or (unfit and not again)):
+        if not (drawn or beyond) and (not used or (unfit and not again)):
             all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
             none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
             raise SltaError(f"{source} has no usable row: {none_fits if unfit else all_empty}")
-        for sentence in [] if again else self._notes(drawn, empty, unfit):
+        for sentence in [] if again else self._notes([*drawn, *beyond], empty, unfit):
             LOG.warning("%s: %s", source, sentence)
-        if used:
-            drawn = [s for s in drawn if not s.answer or s.answer[0] < self.max_tokens] or drawn
+        drawn = drawn or beyond[:samples]
         if 0 < len(drawn) < samples and not quiet:
             which = "prompts that calibration did not use" if used else "prompts that 'samples' sets"
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
@@ -197,6 +190,12 @@ class CalibrationSource:
             yield (
                 f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
                 "in the field 'text'."
+            )
+        if number := sum(bool(self.control_tokens(sample.text.said)) for sample in drawn):
+            token = next(iter(self.control_tokens(*(sample.text.said for sample in drawn))))
+            yield (
+                f"{number} of {len(drawn)} conversations say control tokens such as {token!r}, which the model takes "
+                "for its own: remove them."
             )
         chats = [sample.text.text for sample in drawn if sample.text.is_chat]
         split = {marker for text in chats for marker in self._split_markers if marker in text}
@@ -255,9 +254,25 @@ class CalibrationSource:
         Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
         """
         is_chat, as_chat = self.has_chat_template, partial(self._render_chat, asks=True)
-        text, *_ = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines)
+        text = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines).text
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
+
+    def control_tokens(self, *texts: str) -> list[str]:
+        """The special tokens that some texts hold as words."""
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return sorted(token for token in special if any(token in text for text in texts))
+
+    @cached_property
+    def turn_end(self) -> int | None:
+        """The special token by which the chat template ends an assistant's turn, if it is one that does."""
+        turns = [{"role": role, "content": MARK} for role in ("user", "assistant")]
+        with contextlib.suppress(UnfitRecord):
+            text = record_text({"messages": turns}, "", where="it", render_chat=self._render_chat)
+            after = text.text[text.answer[1] :].lstrip() if text.answer else ""
+            first: list[int] = self.tokenizer(after, add_special_tokens=False, padding=False)["input_ids"][:1]
+            return next((token for token in first if self.tokenizer.added_tokens_decoder.get(token)), None)
+        return None
 
     def tokens(self, record: Record) -> tuple[int, ...]:
         """The token ids of a record; none if it does not fit."""
@@ -321,28 +336,32 @@ def read_records(source: str) -> Sequence[Record]:
 
 def _read_file(source: str) -> Sequence[Record]:
     path = os.path.expanduser(source)
-    extension = os.path.splitext(path)[1].lower()
+    extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if extension not in READERS:
         raise SltaError(
             f"Calibration source {source!r} has no known extension: it must be {in_a_list(READERS)}; "
             f"write '{DATASET_PREFIX}{source}' if it is a dataset or a folder."
         )
-    if not os.path.exists(path):
-        raise SltaError(f"Calibration file {source!r} does not exist (the current directory is {os.getcwd()!r}).")
+    if not os.path.isfile(path):
+        problem = "is not an ordinary file" if os.path.exists(path) else "does not exist"
+        raise SltaError(f"Calibration file {source!r} {problem} (the current directory is {os.getcwd()!r}).")
     with reading(f"Calibration file {source!r}", fix="correct it, and save it as UTF-8"):
         return READERS[extension](path)
 
 
-def _text(path: str | Path) -> str:
-    return Path(path).read_text(encoding="utf-8-sig")
+def _opened(path: str | Path, newline: str | None = None) -> TextIO:
+    """A text file, also one that gzip has packed."""
+    with open(path, "rb") as file:
+        is_packed = file.read(2) == b"\x1f\x8b"
+    return cast(TextIO, (gzip.open if is_packed else open)(path, "rt", encoding="utf-8-sig", newline=newline))
 
 
 def _read_json(path: str) -> list[Record]:
-    text = _text(path)
-    if text.lstrip().startswith("["):
-        records = json.loads(text)
-    else:
-        records = [_json_in(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    with _opened(path) as file:
+        is_list = next(filter(str.strip, file), "").lstrip().startswith("[")
+        file.seek(0)
+        lines = enumerate([] if is_list else file, 1)
+        records = json.load(file) if is_list else [_json_in(line, number) for number, line in lines if line.strip()]
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
         raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one on each line or in a list")
     return records
@@ -356,13 +375,18 @@ def _json_in(line: str, number: int) -> Any:
 
 
 def _read_text(path: str) -> list[Record]:
-    return [{"text": line} for line in _text(path).split("\n") if line.strip()]
+    with _opened(path) as file:
+        return [{"text": line.removesuffix("\n")} for line in file if line.strip()]
 
 
 def _read_csv(path: str) -> list[Record]:
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB, and a document may be longer
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        records: list[Record] = [*csv.DictReader(file, strict=True)]
+    with _opened(path, newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        names = [*(reader.fieldnames or ())]
+        if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
+            raise ValueError(f"its fields are separated by {other!r}, not by commas")
+        records: list[Record] = [*reader]
     if more := next((number for number, record in enumerate(records, 1) if None in record), None):
         raise ValueError(f"row {more} has more fields, separated by commas, than the first line names")
     return records
@@ -389,7 +413,7 @@ def _saved_files(folder: Path) -> dict[str, str]:
     """The files of each split in a folder that ``save_to_disk`` wrote; none in another folder."""
     splits = {"train": folder} if (folder / "state.json").is_file() else {}
     if (listing := folder / "dataset_dict.json").is_file():
-        splits = {split: folder / split for split in json.loads(_text(listing))["splits"]}
+        splits = {split: folder / split for split in json.loads(listing.read_text(encoding="utf-8"))["splits"]}
     return {split: f"{glob.escape(str(part))}/*.arrow" for split, part in splits.items()}
 
 
@@ -402,9 +426,16 @@ def _read_dataset(source: str) -> Sequence[Record]:
     import datasets  # slow to import
 
     name, config, split = parse_dataset(source)
-    try:
+
+    def load(name: str) -> Any:
         files = _saved_files(Path(name))
-        loaded = datasets.load_dataset("arrow" if files else name, config, data_files=files or None, split=split)
+        return datasets.load_dataset("arrow" if files else name, config, data_files=files or None, split=split)
+
+    try:
+        try:
+            loaded = load(name)
+        except ConnectionError:  # ``hf download`` keeps a dataset where ``datasets`` does not look without a network
+            loaded = load(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
         raise SltaError(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
     if not split:
@@ -452,6 +483,8 @@ def source_key(source: str) -> tuple[str, ...]:
     Raises:
         SltaError: the query of a dataset is malformed.
     """
+    if "\0" in source:
+        raise SltaError(f"Calibration source {source!r} holds a null character, which no path has: remove it.")
     if not is_dataset(source):
         return ("file", os.path.realpath(os.path.expanduser(source)))
     name, config, split = parse_dataset(source)

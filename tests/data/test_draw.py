@@ -4,6 +4,7 @@ import hashlib
 import logging
 import random
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,19 @@ def test_the_answer_is_where_the_text_has_it(
     assert marked(record, plain_tokenizer, tmp_path, template) == text
 
 
+def test_the_answer_in_a_long_text_is_found_in_time_that_grows_with_its_length(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Where parts of the pair are in the text again and again, and the last of them is missing."""
+    again = {"instruction": "a", "input": "b", "output": "c", "text": "a" * 20_000}
+    inside = {"question": "a", "answer": "b" * 9_000, "text": "a" + "b" * 20_000 + "c"}
+    spaced = {"question": " ", "answer": "b", "text": "a b " * 5_000}
+    start = time.process_time()
+    data = load(write_jsonl(tmp_path / "a.jsonl", [again, inside, spaced]), plain_tokenizer, max_tokens=10)
+    assert data.answers == (None,) * 3
+    assert time.process_time() - start < 3
+
+
 THINKING = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}[think]"
     "{{ m.content.split('[end]')[0] if '[end]' in m.content }}[end]{% endif %}"
@@ -287,6 +301,19 @@ def test_held_out_goes_on_where_calibration_stopped_without_copies_of_its_sample
     assert rest.token_ids == tuple(with_special(texts[index]) for index in rest.records)
 
 
+def test_as_many_prompts_are_held_out_as_asked_although_other_answers_lie_beyond_max_tokens(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = [{"question": CHARACTERS[index], "answer": "b"} for index in range(20)]
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [*short, *({"question": f"{'a' * 9}{n}", "answer": "b"} for n in range(40))]
+    )
+    calibration = load(source, plain_tokenizer, samples=2, max_tokens=9)
+    caplog.clear()
+    rest = hold_out(source, plain_tokenizer, calibration, samples=15, max_tokens=9)
+    assert len(rest.records) == 15 and max(rest.records) < 20 and not caplog.messages
+
+
 def test_test_data_of_another_source_are_described_and_scored_only_with_whole_answers(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -317,6 +344,10 @@ def test_test_data_of_another_source_are_described_and_scored_only_with_whole_an
         ({"q": "a"}, "{q:d}", ["'{q:d}'"]),
         *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q", "{}", "{0}", "no field", "{q.__class__}")),
         *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q[0].__doc__}", "{q:{q.__class__}}")),
+        *(
+            ({"q": "a"}, wide, [repr(wide), "at most 9999"])
+            for wide in ("{q:>20000000}", "{q:.20000000f}", "{q:10000}")
+        ),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_in_words(

@@ -1,5 +1,6 @@
 """Calibration sources: what each format becomes, what a source is called, and how problems are worded."""
 
+import gzip
 import json
 import os
 import random
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 from support.calibration_samples import load, refused, with_special, write_jsonl
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,11 @@ def write_folder(path: Path) -> None:
     write_jsonl(path / "train.jsonl", RECORDS)
 
 
+def packed(path: Path) -> None:
+    WRITERS[path.stem](path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "records.jsonl": lambda path: write_jsonl(path, RECORDS),
     "blank_lines.jsonl": lambda path: path.write_text(BOM + "\n \n".join(map(json.dumps, RECORDS))),
@@ -38,6 +45,8 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "lines.json": lambda path: write_jsonl(path, RECORDS),
     "table.csv": lambda path: path.write_text(BOM + "\n".join(f'{r["question"]},"{r["answer"]}"' for r in ROWS)),
     "table[1]*.parquet": lambda path: datasets.Dataset.from_list(RECORDS).to_parquet(str(path)),
+    **dict.fromkeys(("records.jsonl.gz", "list.json.gz", "table.csv.gz"), packed),
+    "packed.jsonl": lambda path: path.write_bytes(gzip.compress(b"\n".join(json.dumps(r).encode() for r in RECORDS))),
     "hf:folder": write_folder,
     "hf:saved[1]": lambda path: datasets.Dataset.from_list(RECORDS).save_to_disk(path, num_shards=2),
 }
@@ -104,6 +113,9 @@ def test_media_are_left_out_undecoded(source: str) -> None:
         ("wrapped.json", b'{\n"data": [{"text": "a"}]}\n', ["no JSON object in line 1"]),
         ("broken.json", b'[{"text": "a"},\n{"text": }]', ["line 2"]),
         ("wide.csv", b"a,b\n1,2\n1,2,3\n", ["row 2 has more fields, separated by commas"]),
+        ("semicolons.csv", b"question;answer\na, b;c\n", ["separated by ';', not by commas"]),
+        ("tabs.csv", b"question\tanswer\na\tc\n", ["separated by '\\t', not by commas"]),
+        ("broken.jsonl.gz", b"\x1f\x8bno", ["cannot be read"]),
         ("quote.csv", b'text\n"never closed\n', ["unexpected end of data"]),
         ("latin.txt", "café".encode("latin-1"), ["UTF-8"]),
         ("broken.parquet", b"not parquet at all", ["cannot be read"]),
@@ -127,6 +139,30 @@ def test_sources_that_cannot_be_read_are_named(source: str, content: bytes | Non
     message = refused(read_records, source)
     for words in (repr(source), *said):
         assert words in message
+
+
+def test_what_is_no_file_is_named_at_once() -> None:
+    os.mkfifo("pipe.jsonl")
+    os.mkdir("folder.jsonl")
+    for name in ("pipe.jsonl", "folder.jsonl"):
+        assert f"{name!r} is not an ordinary file" in refused(read_records, name)
+    assert "'a\\x00.jsonl' holds a null character" in refused(source_key, "a\0.jsonl")
+
+
+def test_a_dataset_that_was_downloaded_by_hand_is_read_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ``hf download --repo-type dataset`` puts it."""
+    folder = tmp_path / "cache" / "datasets--org--data"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("c" * 40)
+    (folder / "snapshots").mkdir()
+    write_splits(folder / "snapshots" / ("c" * 40), train=2, test=1)
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert [record["text"] for record in read_records("hf:org/data?split=test")] == ["test 0"]
+    assert "cannot be read" in refused(read_records, "hf:org/other")
 
 
 def write_splits(folder: Path, save: bool = False, **splits: int) -> None:
