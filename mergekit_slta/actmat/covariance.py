@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.models.roles import Role
+from mergekit_slta.layers.roles import Role
 from mergekit_slta.numerics.symmetric import gram, times_inverse, with_ridge
 
 # With the method's ridge of 0.1 the condition is at most some 10 n, so float32 moves τ by 1e-4 of its norm or less.

@@ -11,8 +11,8 @@ import torch
 from mergekit_slta.actmat.covariance import PRECISION, covariance, merge_by_covariance, merged_task
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.layers.roles import MAPS, Role, tensor_roles
 from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Weights
-from mergekit_slta.models.roles import Role, tensor_roles
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ActmatSettings
 
@@ -38,7 +38,7 @@ class ActmatAnchor(Blend):
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
-        self._maps = {name: roles[name] for name in names if roles.get(name) in (Role.LINEAR, Role.TRANSPOSED)}
+        self._maps = {name: roles[name] for name in names if roles.get(name) in MAPS}
 
     def of(
         self, names: Mapping[str, str], tensors: Sequence[Weights], later: Collection[str] = ()

@@ -1,23 +1,20 @@
-"""Find which linear maps of a decoder layer are solved together, in which order, and which add to the residual stream.
+"""Find which linear maps of a decoder layer are solved together, and in which order.
 
-The last can correct what the maps before them have missed.
+Those that add to the residual stream can correct what the maps before them have missed.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
-from mergekit_slta.layers.calls import made_up_layer, random_numbers
-from mergekit_slta.layers.decoder import INPUT, Decoder, LayerCall, LayerRun, all_before, hidden_of, ratio
-from mergekit_slta.layers.maps import LinearMap, is_fused, is_numbered, linear_maps, takes_some_tokens
-from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.layers.calls import made_up_layer
+from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer
+from mergekit_slta.layers.maps import LinearMap, expert_stacks, is_fused, is_numbered, linear_maps, takes_some_tokens
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
@@ -52,27 +49,13 @@ class MapGroup:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A module whose output a layer adds to the residual stream.
-
-    Attributes:
-        factor: the constant that its output is multiplied by.
-        before: what the stream is the sum of before: the layer's input and the outputs of children, each with the
-            constant that it is multiplied by.
-    """
-
-    factor: float
-    before: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class LayerMaps:
     """The linear maps of a layer.
 
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
         kept: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
-        writers: the modules whose output is added to the residual stream, where that is known.
+        writers: the layer's writers that are solved when all that the stream is the sum of before is known.
     """
 
     groups: tuple[MapGroup, ...]
@@ -93,9 +76,8 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     by_module: dict[str, list[LinearMap]] = {}
     for linear_map in linear_maps(own):
         by_module.setdefault(linear_map.module, []).append(linear_map)
-    made_up = made_up_layer(decoder, layer)
     with torch.no_grad():
-        run = decoder.run(layer, *made_up, capture=by_module, keep=by_module)
+        run = decoder.run(layer, *made_up_layer(decoder, layer), capture=by_module, keep=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
     kept = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
@@ -120,9 +102,14 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
             groups.append(MapGroup(child, module, maps, fused))
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
-    kept |= {name: NO_ROUTES for name in _stacks(own) if name not in known}
-    modules = [module for group in groups if not group.fused for module in group.modules]
-    writers = find_writers(decoder, layer, made_up, run, modules, {group.child for group in groups})
+    kept |= {name: NO_ROUTES for name in expert_stacks(own) if name not in known}
+    modules = {module for group in groups if not group.fused for module in group.modules}
+    of_groups = {INPUT, *(group.child for group in groups)}
+    writers = {
+        module: writer
+        for module, writer in decoder.structures[layer].writers.items()
+        if module in modules and writer.before.keys() <= of_groups
+    }
     return LayerMaps(tuple(groups), kept, writers)
 
 
@@ -165,63 +152,4 @@ def _is_router(linear_map: LinearMap, child: str, layer: torch.nn.Module) -> boo
     if linear_map.expert is not None:
         return False
     rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
-    return rows in {len(stack) for name, stack in _stacks(layer).items() if name.partition(".")[0] == child}
-
-
-def _stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters that hold the matrices of several experts; convolutions do not count."""
-    return {
-        f"{path}.{name}": parameter
-        for path, module in layer.named_modules()
-        if not isinstance(module, _ConvNd)
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 3
-    }
-
-
-@torch.no_grad()
-def find_writers(
-    decoder: Decoder,
-    layer: int,
-    made_up: tuple[Weights, torch.Tensor, LayerCall],
-    run: LayerRun,
-    modules: Sequence[str],
-    children: Collection[str],
-) -> dict[str, Writer]:
-    """The writers among a layer's modules; of those that write side by side, only the last.
-
-    A norm, a learned gate or a router's weight behind a module multiplies its output by another number for each token,
-    or with other weights: such a module is no writer.
-
-    Args:
-        decoder: the layer's decoder.
-        layer: the layer's index.
-        made_up: what ``made_up_layer`` gives for it.
-        run: the layer's run on that, which has kept the modules' outputs.
-        modules: paths of modules that are solved, in their order.
-        children: the layer's children whose outputs are known when a later module is solved.
-    """
-    _, hidden, call = made_up
-    structure = decoder.structures[layer]
-    if hidden.ndim != 3 or structure.summands is None:
-        return {}
-    others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
-    runs = (run, decoder.run(layer, others, hidden, call, keep=modules))
-    before_child = all_before(structure.reads)
-    sources = [INPUT, *(child for child in structure.reads if child in structure.summands)]  # in the order of the calls
-
-    def factor(child: str, module: str) -> float:
-        """What the output of a module in a child is multiplied by to be the child's; nan for no constant."""
-        outputs = [hidden_of(own.outputs[child]) for own in runs]
-        first, second = (ratio(output, own.outputs.get(module)) for output, own in zip(outputs, runs, strict=True))
-        return first if outputs[0].shape == hidden.shape and math.isclose(first, second, rel_tol=1e-4) else math.nan
-
-    found = {}
-    for place, child in enumerate(sources[1:], 1):
-        complete = {*sources[:place]} <= {INPUT, *children} and {*sources} == structure.summands.keys()
-        complete = complete and all(child in before_child[later] for later in sources[place + 1 :])
-        for module in [own for own in modules if own.partition(".")[0] == child][-1:]:
-            written = structure.summands[child] * factor(child, module)
-            if complete and math.isfinite(written):
-                found[module] = Writer(written, {source: structure.summands[source] for source in sources[:place]})
-    return found
+    return rows in {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}

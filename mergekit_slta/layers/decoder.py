@@ -224,31 +224,39 @@ Nodes = frozenset[str]
 
 
 @dataclass(frozen=True)
+class Writer:
+    """A module whose output a layer adds to the residual stream."""
+
+    factor: float  # the constant that its output is multiplied by
+    # What the stream is the sum of before: ``INPUT`` and outputs of children, each with the constant on it.
+    before: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class LayerStructure:
-    """What a decoder layer makes of what its children return, and how it splits into two branches.
+    """What a decoder layer makes of what its children return, and how it splits into two branches."""
 
-    Attributes:
-        reads: by child, in the order of the calls, the children whose outputs its arguments are made from, and
-            ``INPUT``.
-        summands: the children whose outputs the layer's output is the sum of, and ``INPUT``, each with the constant
-            that it is multiplied by if ``INPUT`` is by 1; None where it is no such sum.
-        branches: the direct children of the layer in each branch, ``attn`` (attention, or other token mixing) and
-            ``mlp``, norms included; a child, or a tensor of the layer's own, that feeds both branches is in both. A
-            layer that only mixes tokens, or never mixes them, has one branch; there is none where the branches cannot
-            be told apart.
-        mixers: the children in the attention branch that let tokens see each other.
-        boundary: the child whose output is all that the MLP branch reads, where the attention branch ends with a norm
-            of the residual stream; None where its contribution is added to the stream.
-        heads: the heads of the attention, or why there are none to be told apart.
-        of_some_tokens: a linear map that is given rows of which nobody knows the samples; "" without one.
-    """
-
+    # By child, in the order of the calls, the children whose outputs its arguments are made from, and ``INPUT``.
     reads: Mapping[str, Nodes] = field(default_factory=dict)
+    # The children whose outputs the layer's output is the sum of, and ``INPUT``, each with the constant that it is
+    # multiplied by if ``INPUT`` is by 1; None where it is no such sum.
     summands: Mapping[str, float] | None = None
+    # The direct children of the layer in each branch, ``attn`` (attention, or other token mixing) and ``mlp``, norms
+    # included; a child, or a tensor of the layer's own, that feeds both branches is in both. A layer that only mixes
+    # tokens, or never mixes them, has one branch; there is none where the branches cannot be told apart.
     branches: Mapping[str, Nodes] = field(default_factory=dict)
+    # The children in the attention branch that let tokens see each other.
     mixers: Nodes = frozenset()
+    # The child whose output is all that the MLP branch reads, where the attention branch ends with a norm of the
+    # residual stream; None where its contribution is added to the stream.
     boundary: str | None = None
+    # The heads of the attention, or why there are none to be told apart.
     heads: Heads | str = "its branches cannot be told apart"
+    # By path, the modules of linear maps whose outputs nothing but a constant multiplies before they are added to the
+    # residual stream; of those that write side by side, the last. (A norm, a gate or a router's weight multiplies by
+    # another number for each token.)
+    writers: Mapping[str, Writer] = field(default_factory=dict)
+    # A linear map that is given rows of which nobody knows the samples; "" without one.
     of_some_tokens: str = ""
 
     def others_of(self, branch: str, base: LayerRun) -> dict[str, Any]:

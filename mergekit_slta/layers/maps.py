@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
+from mergekit_slta.layers.roles import MAPS, Role, has_transposed_experts, tensor_role
 from mergekit_slta.levels import fused_map_part
 from mergekit_slta.models.checkpoint import Weights
-from mergekit_slta.models.roles import has_transposed_experts
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -163,17 +162,24 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
                 yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
         return
     weight = getattr(module, "weight", None)
-    if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2 and not _only_scales(module):
+    if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2:
+        role = tensor_role(module, "weight", weight)
         bias = f"{path}.bias" if isinstance(getattr(module, "bias", None), torch.nn.Parameter) else None
-        yield LinearMap(path, path, f"{path}.weight", bias, isinstance(module, Conv1D))
+        if role in MAPS:
+            yield LinearMap(path, path, f"{path}.weight", bias, role is Role.TRANSPOSED)
 
 
-def _only_scales(module: torch.nn.Module) -> bool:
-    """Whether a module does not multiply features by its weight matrix: an embedding, or a norm for each head."""
-    return isinstance(module, torch.nn.Embedding) or "norm" in type(module).__name__.lower()
+def expert_stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A layer's tensors [E, ...] that hold the matrices of a mixture's routed experts, by their names in the layer."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in layer.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3 and tensor_role(module, name, parameter) in MAPS
+    }
 
 
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A layer's tensors [E, ...] that hold the matrices of a mixture's routed experts, by their names in the layer."""
-    names = {m.weight for m in linear_maps(layer) if m.expert is not None}
-    return {name: tensor for name, tensor in layer.state_dict().items() if name in names}
+    """The ``expert_stacks`` whose matrices are maps of the layer."""
+    names = {m.weight for m in linear_maps(layer)}
+    return {name: tensor for name, tensor in expert_stacks(layer).items() if name in names}

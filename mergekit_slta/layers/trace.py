@@ -45,6 +45,7 @@ from mergekit_slta.layers.decoder import (
     LayerStructure,
     ModelCodeError,
     Nodes,
+    Writer,
     all_before,
     close,
     fresh,
@@ -292,6 +293,7 @@ def _without_heads(trial: _Trial, decoder: Decoder, layer: int, whole: LayerStru
     reads = {node: trial.read_by(node) for node in (*trial.outputs, OUTPUT)}
     children = {child: reads[child] for child in trial.outputs}
     whole = replace(whole, reads=children, summands=trial.summands(reads[OUTPUT]))
+    whole = replace(whole, writers=trial.writers(whole))
     owners = frozenset(name.partition(".")[0] for name in decoder.layers[layer].state_dict())
     # Only one call of a child is known, and none where the layer calls the child's parts one by one; a module that
     # layers share may work differently in each of them.
@@ -315,8 +317,8 @@ class _Trial:
         self._weights, self._hidden, self._call = made_up_layer(decoder, layer)
         self._others = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
         modules = [linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.expert is None]
-        self.base = self._run(self._weights, {}, capture=modules)
-        self.outputs = self.base.outputs
+        self.base = self._run(self._weights, {}, capture=modules, keep=modules)
+        self.outputs = {name: output for name, output in self.base.outputs.items() if "." not in name}
         self._given = {INPUT: self._hidden, **self.outputs}
 
     def _run(self, weights: Weights, given: Mapping[str, Any], **settings: Any) -> LayerRun:
@@ -349,6 +351,32 @@ class _Trial:
         first, second = constants
         same = all(math.isclose(factor, second[name], rel_tol=1e-4) for name, factor in first.items())
         return first if same else None
+
+    def writers(self, split: LayerStructure) -> dict[str, Writer]:
+        """The ``LayerStructure.writers``, from the layer's other fields: what multiplies an output with any weights."""
+        if self._hidden.ndim != 3 or split.summands is None:
+            return {}
+        modules = list(self.base.inputs)
+        runs = self.base, self._run(self._others, {}, keep=modules)
+        before = all_before(split.reads)
+        sources = [INPUT, *(child for child in split.reads if child in split.summands)]  # in the order of the calls
+
+        def factor(child: str, module: str) -> float:
+            """What the output of a module in a child is multiplied by to be the child's; nan for no constant."""
+            outputs = [hidden_of(run.outputs[child]) for run in runs]
+            first, second = (ratio(output, run.outputs.get(module)) for output, run in zip(outputs, runs, strict=True))
+            same = outputs[0].shape == self._hidden.shape and math.isclose(first, second, rel_tol=1e-4)
+            return first if same else math.nan
+
+        writers = {}
+        for place, child in enumerate(sources[1:], 1):
+            known = sources[:place], sources[place + 1 :]
+            complete = {*sources} == split.summands.keys() and all(child in before[later] for later in known[1])
+            for module in [module for module in modules if module.partition(".")[0] == child][-1:]:
+                written = split.summands[child] * factor(child, module)
+                if complete and math.isfinite(written):
+                    writers[module] = Writer(written, {source: split.summands[source] for source in known[0]})
+        return writers
 
     def has_mixed(self, child: str) -> bool:
         """Whether a child's output for the second token shows the first one, by which alone the two samples differ."""

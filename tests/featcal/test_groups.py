@@ -10,8 +10,8 @@ import pytest
 from support import families
 from support.architecture_scan import small_decoder
 
-from mergekit_slta.featcal.groups import Writer, find_groups, groups_by_layer, kept_in_words
-from mergekit_slta.layers.decoder import INPUT
+from mergekit_slta.featcal.groups import find_groups, groups_by_layer, kept_in_words
+from mergekit_slta.layers.decoder import INPUT, Writer
 from mergekit_slta.layers.maps import linear_maps
 
 ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODAL)

@@ -24,7 +24,7 @@ from support.merging import State, load, merged_state, role_by_name, spoiled, st
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.host.methods import Method, SftmMerge
-from mergekit_slta.models.roles import Role, role_by_shape, tensor_roles
+from mergekit_slta.layers.roles import Role, role_by_shape, tensor_roles
 
 # slta
 

@@ -42,10 +42,10 @@ from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.roles import Role, tensor_roles, turned
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import weighted_sum
 from mergekit_slta.models.layout import Layout, meta_model
-from mergekit_slta.models.roles import Role, tensor_roles, turned
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.weights import TensorWeights
 

@@ -15,8 +15,8 @@ from support.copies import edited
 from support.families import Family
 from support.rounding import WIDEST, rounding
 
+from mergekit_slta.layers.roles import Role
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.roles import Role
 
 State = dict[str, torch.Tensor]
 

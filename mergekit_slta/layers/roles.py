@@ -35,6 +35,9 @@ class Role(Enum):
     OTHER = "bias, embedding, output head and all else"
 
 
+MAPS = (Role.LINEAR, Role.TRANSPOSED)
+
+
 def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Role:
     """The role of a module's own parameter or buffer.
 
