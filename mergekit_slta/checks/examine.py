@@ -262,7 +262,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     base, config = experiment.model(recipe.base), recipe.config
     for _, expert in experiment.pairs:
         yield from models.other_computation(base, expert, settings.runs_models)
-        yield from models.adapted_ends(expert, experiment.options.transformers_cache)
+        yield from models.other_base(expert, experiment.options.transformers_cache)
         if clause := models.left_over(expert):
             yield f"{clause}: the entry 'quantization_config' is ignored."
     if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):

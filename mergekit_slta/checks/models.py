@@ -10,7 +10,7 @@ import os
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import (
     NO_FOLDER,
-    adapted,
     adapter_folder,
     adapter_headers,
     names_in,
     target_of,
+    with_adapter,
 )
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
@@ -118,17 +118,15 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             f"The adapter {adapter} is of the type {kind}, which cannot be merged into a model: leave it out, "
             "or train a LoRA."
         )
-    saved = settings.get("modules_to_save")
-    saved = {*saved} if isinstance(saved, list) else set()
-    if whole := [name for name in _parted_ends(model, settings) if {name, name.rpartition(".")[2]} & saved]:
+    if parted := _parted_ends(model, settings, headers):
         raise SltaError(
-            f"The adapter {adapter} holds its own {listed(sorted(whole))} of {model.reference.model}, where embedding "
-            "and output head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or "
-            "save the base model with 'tie_word_embeddings' false."
+            f"The adapter {adapter} changes {listed(parted)} of {model.reference.model}, where embedding and output "
+            "head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save the "
+            "base model with 'tie_word_embeddings' false."
         )
     if model.built is not None and kind != "SHIRA":  # whose mask peft cannot draw without the weights
         tensors = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
-        adapted(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
+        with_adapter(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 
 
 def same_family(experiment: Experiment, reference: ModelReference) -> None:
@@ -249,8 +247,8 @@ def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
 # Notes
 
 
-def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
-    """An adapter of another model, or of the embedding or the output head, where both are one tensor."""
+def other_base(model: Model, cache_dir: str | None) -> Iterator[str]:
+    """An adapter that was trained on another model."""
     adapter = model.reference.lora
     if adapter is None:
         return
@@ -258,23 +256,25 @@ def adapted_ends(model: Model, cache_dir: str | None) -> Iterator[str]:
     trained_on = str(settings.get("base_model_name_or_path") or "")
     if trained_on and os.path.basename(trained_on) != os.path.basename(model.reference.model.path.path):
         yield f"The adapter {adapter} was trained on {trained_on}, and the recipe puts it on {model.reference.model}."
-    ends = _parted_ends(model, settings)
-    names = names_in(model.built, adapter_headers(adapter, cache_dir)) if model.built and ends else {}
-    if changed := ends & set(map(target_of, names.values())):
-        yield (
-            f"The adapter {adapter} changes {listed(sorted(changed))} of {model.reference.model}, where embedding "
-            "and output head are one tensor: merging the adapter changes both, so the merged expert is not the "
-            "model that was trained. Train it on the decoder layers alone."
-        )
 
 
-def _parted_ends(model: Model, settings: Mapping[str, Any]) -> set[str]:
-    """The paths of a model's embedding and head, if they are one tensor that an adapter of these settings parts."""
+def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """The paths of a model's embedding and head, if they are one tensor and an adapter changes one of them alone."""
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     if model.built is None or not tied or settings.get("ensure_weight_tying"):
-        return set()
-    ends = (model.built.get_input_embeddings(), model.built.get_output_embeddings())
-    return {name for name, module in model.built.named_modules() if module in ends}
+        return []
+    paths = {module: path for path, module in model.built.named_modules()}
+    ends = [paths[end] for end in (model.built.get_input_embeddings(), model.built.get_output_embeddings()) if end]
+    targets, saved = set(map(target_of, names_in(model.built, tensors).values())), settings.get("modules_to_save")
+
+    def is_changed(path: str) -> bool:
+        parts = {name.removeprefix(path) for name in targets if name == path or name.startswith(f"{path}.")}
+        parts -= {".weight", ".base_layer.weight"}  # copies, unless they are among ``saved``
+        if path == ends[0]:
+            parts.discard(".token_adapter.trainable_tokens_delta")  # peft gives these tokens to the head, too
+        return bool(parts) or (isinstance(saved, list) and bool({path, path.rpartition(".")[2]} & {*saved}))
+
+    return list(filter(is_changed, ends))
 
 
 def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:

@@ -17,6 +17,7 @@ from filelock import FileLock
 from mergekit.common import ModelPath, ModelReference, dtype_from_name, get_auto_cls
 from mergekit.io.tasks import LoaderCache
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
@@ -126,7 +127,7 @@ def merge_adapter(
                 trust_remote_code=trust_remote_code,
             )
             tensors = peft.load_peft_weights(str(adapter), device="cpu")
-            adapted(model, self, adapter, tensors).merge_and_unload().save_pretrained(part)
+            with_adapter(model, self, adapter, tensors).save_pretrained(part)
             os.replace(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -153,13 +154,13 @@ def target_of(name: str) -> str:
     return name.removeprefix(_TRAINED).partition(".lora_")[0].removesuffix(".base_layer")
 
 
-def adapted(
+def with_adapter(
     model: transformers.PreTrainedModel, reference: ModelReference, folder: Path, tensors: Mapping[str, torch.Tensor]
-) -> peft.PeftModel:
-    """Put an adapter's tensors into a model, which is changed; both may be on the meta device.
+) -> transformers.PreTrainedModel:
+    """Merge an adapter's tensors into a model, which is changed; both may be on the meta device.
 
     Raises:
-        SltaError: the adapter has a tensor that does not fit the model, or lacks one.
+        SltaError: the adapter has a tensor that does not fit the model, or lacks one; or peft cannot merge its kind.
     """
     empty = [name for name, tensor in tensors.items() if not tensor.numel()]
     if empty or not tensors:
@@ -173,6 +174,8 @@ def adapted(
     with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.inference_mode = True
+        if reason := _unmerged(config, max(size for tensor in tensors.values() for size in tensor.shape)):
+            raise SltaError(f"The adapter {reference.lora} {reason}.")
         if is_meta and hasattr(config, "init_lora_weights"):
             config.init_lora_weights = True  # others compute with the weights
         mark = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
@@ -192,7 +195,34 @@ def adapted(
         filled = {id(state[name]) for name in state.keys() - set(loaded.missing_keys)}  # some kinds share tensors
         if lacking := [name for name in loaded.missing_keys if mark and mark in name and id(state[name]) not in filled]:
             raise ValueError(f"it lacks tensors of {_targets(lacking)}, which its {ADAPTER_CONFIG} names")
-    return whole
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(config, "ensure_weight_tying", False) and all(isinstance(end, LoraLayer) for end in ends):
+        ends[1].scaling = dict.fromkeys(ends[1].scaling, 0.0)  # peft would add the change twice to their one tensor
+    with reading(f"The adapter {reference.lora}", f"cannot be merged into {reference.model}", "train a plain LoRA"):
+        try:
+            return whole.merge_and_unload()
+        except Exception as error:  # of a kind that differs between peft's classes
+            if not (is_meta and "meta" in str(error)):  # some compute with the numbers
+                raise
+            return model
+
+
+def _unmerged(config: Any, largest: int) -> str:
+    """Why an adapter cannot be merged by its configuration, as the end of a sentence; "" if it can.
+
+    ``largest`` is the size of its largest tensor along any axis.
+    """
+    if (rank := max(getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values(), 0)) > largest:
+        return f"has the rank {rank} in its {ADAPTER_CONFIG}, and smaller matrices: get undamaged copies of its files"
+    start = str(getattr(config, "init_lora_weights", ""))
+    if "_niter_" in start or start in ("corda", "loftq", "lora_ga"):
+        return (
+            f"was trained on weights that 'init_lora_weights: {start}' had changed, and does not hold them: save it "
+            "with peft's 'path_initial_model_for_weight_conversion', or save the trained model whole"
+        )
+    if getattr(config, "layer_replication", None):
+        return "repeats layers ('layer_replication'), and a merge has the base model's: save the trained model whole"
+    return ""
 
 
 def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.PreTrainedModel) -> Exception:

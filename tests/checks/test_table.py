@@ -372,6 +372,10 @@ ADAPTERS: Rows = [
     ),
     (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
     (lora_of("llama", hidden_size=64), not_fit("its matrices for")),
+    (
+        lambda c: c.adapt(edit(c.lora(), r=10**9)),
+        "The adapter HERE/adapter has the rank 1000000000 in its adapter_config.json, and smaller matrices: get ",
+    ),
     (lora_of("gpt2", "c_attn"), not_fit("Target modules {'c_attn'} not found in the base model")),
     (
         lambda c: lora_of("qwen3_moe", parameters=FUSED[1:], hidden_size=64)(c.of("qwen3_moe")),
@@ -379,7 +383,7 @@ ADAPTERS: Rows = [
     ),
     (
         lambda c: c.of("gemma3").adapt(c.lora("q_proj", modules_to_save=["lm_head"]), merged_too=False),
-        "The adapter HERE/adapter holds its own lm_head of BASE",
+        "The adapter HERE/adapter changes lm_head of BASE, where embedding and output head are one tensor, ",
     ),
     (changed(emptied), "holds empty tensors (base_model.model.model.layers.1.mlp.down_proj.lora_B.weight, "),
     (changed(of_rank_0), UNGATHERED),
@@ -654,10 +658,6 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
-        (
-            lambda c: c.of("gemma3").adapt(c.lora("lm_head")),
-            "The adapter HERE/adapter changes lm_head of BASE, where embedding and output head are one tensor",
-        ),
         (
             lambda c: c.use("actmat").adapt(c.lora("q_proj")),
             "The changes of adapters lie in few directions, where a ridge of 0.1 is too small: set 'ridge: 10'.",

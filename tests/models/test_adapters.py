@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import edit, merged_by_hand, write_adapter
 from support.copies import AS_BEFORE, edit_tensors
-from support.examining import problems, with_expert
 from support.families import Family
 from support.hub import serve
+from support.rounding import state_rounding
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta import check, evaluate, verify
+from mergekit_slta.checks.models import one_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.adapters import adapter_headers, merge_adapter
 from mergekit_slta.models.headers import TensorHeader
@@ -151,41 +152,155 @@ def test_the_recipes_type_decides_what_an_adapter_is_merged_in(
         assert [place for place in cache.iterdir() if place.is_dir()] == [folder]
 
 
-TWO_MAPS: dict[str, Any] = {"target_modules": ["q_proj", "o_proj"]}
+# All kinds of adapters: what a merged one computes, compared with the live one before it was saved
+
+Of = tuple[str, dict[str, Any]]  # the architecture of a base model, and entries of its configuration
+PLAIN: Of = ("llama", {})
+TIED: Of = ("llama", {"tie_word_embeddings": True})
+MIXTURE: Of = ("qwen3_moe", {})
+BIASED: Of = ("qwen2", {})
+MAPS = ["q_proj", "o_proj"]
+ROWS = {"embed_tokens": [1, 5], "lm_head": [1, 5]}
+
+
+def lora(of: Of = PLAIN, **settings: Any) -> tuple[peft.PeftConfig, Of]:
+    given: dict[str, Any] = {"r": 4, "target_modules": MAPS} | settings
+    return peft.LoraConfig(**given), of
+
+
+def other(kind: str, **settings: Any) -> tuple[peft.PeftConfig, Of]:
+    """An adapter that is no LoRA; peft's class of its configuration."""
+    given: dict[str, Any] = {"target_modules": MAPS} | settings
+    return getattr(peft, f"{kind}Config")(**given), PLAIN
+
+
 KINDS = {
-    "dora": peft.LoraConfig(use_dora=True, **TWO_MAPS),
-    "pissa": peft.LoraConfig(init_lora_weights="pissa", r=4, **TWO_MAPS),
-    "biases": peft.LoraConfig(bias="all", **TWO_MAPS),
-    "tokens": peft.LoraConfig(trainable_token_indices=[1, 5], **TWO_MAPS),
-    "embedding": peft.LoraConfig(target_modules=["embed_tokens", "q_proj"]),
-    "head": peft.LoraConfig(modules_to_save=["lm_head"], task_type="CAUSAL_LM", **TWO_MAPS),
-    "adalora": peft.AdaLoraConfig(total_step=10, **TWO_MAPS),
-    "ia3": peft.IA3Config(feedforward_modules=[], **TWO_MAPS),
-    "vera": peft.VeraConfig(r=4, **TWO_MAPS),
-    "vblora": peft.VBLoRAConfig(r=2, num_vectors=8, vector_length=4, **TWO_MAPS),
-    "in the old format": peft.LoraConfig(**TWO_MAPS),
-    "shira": peft.ShiraConfig(r=2, **TWO_MAPS),
+    "lora": lora(),
+    "in the old format": lora(),
+    "rslora": lora(use_rslora=True),
+    "dora": lora(use_dora=True),
+    **{start: lora(init_lora_weights=start) for start in ("pissa", "olora", "gaussian", "orthogonal", "eva", "mica")},
+    "patterns": lora(rank_pattern={"layers.1.self_attn.q_proj": 2}, alpha_pattern={"o_proj": 16}),
+    "one layer": lora(layers_to_transform=[1]),
+    "all maps": lora(target_modules="all-linear"),
+    "biases": lora(BIASED, bias="all"),
+    "biases of maps": lora(BIASED, bias="lora_only"),
+    "embedding": lora(target_modules=["embed_tokens", "q_proj"]),
+    "head": lora(target_modules=["lm_head", "q_proj"]),
+    **{f"whole {name}": lora(modules_to_save=[name]) for name in ("lm_head", "embed_tokens", "norm")},
+    "tokens": lora(trainable_token_indices=[1, 5]),
+    "tokens of the head": lora(trainable_token_indices={"lm_head": [1, 5]}),
+    "tokens of both": lora(trainable_token_indices=ROWS | {"lm_head": [2]}),
+    "tied, tokens": lora(TIED, trainable_token_indices=[1, 5]),
+    "tied, tokens of both": lora(TIED, trainable_token_indices=ROWS),
+    "tied, embedding with head": lora(TIED, target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True),
+    "tied, head with embedding": lora(TIED, target_modules=["lm_head", "q_proj"], ensure_weight_tying=True),
+    "tied, whole embedding with head": lora(TIED, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "parameters": lora(MIXTURE, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
+    "transposed": lora(("gpt2", {}), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True),
+    "adalora": other("AdaLora", total_step=10),
+    "ia3": other("IA3", feedforward_modules=[]),
+    "vera": other("Vera", r=4),
+    "vblora": other("VBLoRA", r=2, num_vectors=8, vector_length=4),
+    "shira": other("Shira", r=2),
+    **{kind: other(kind, r=4) for kind in ("LoHa", "LoKr", "Miss", "Delora", "Psoft", "Pvera", "TinyLora")},
+    **{kind: other(kind, r=2) for kind in ("HRA", "Hira", "Peanut", "UniLora")},
+    "randlora": other("RandLora", r=4, randlora_alpha=40),
+    "oft": other("OFT", r=4, oft_block_size=0),
+    "boft": other("BOFT", boft_block_size=4),
+    "norms": other("LNTuning", target_modules=["input_layernorm"]),
+    "fourier": other("FourierFT", n_frequency=20),
+    "waves": other("WaveFT", n_frequency=20),
+    "c3a": other("C3A", block_size=8),
+    "road": other("Road", group_size=8),
+    "osf": other("OSF"),
+    "tokens alone": other("TrainableTokens", token_indices=[1, 5], target_modules=["embed_tokens"]),
+}
+ONE_TENSOR = "where embedding and output head are one tensor, so it cannot be merged into it: train it on the decoder"
+UNMERGED: dict[str, tuple[tuple[peft.PeftConfig, Of], str]] = {
+    "pissa by chance": (lora(init_lora_weights="pissa_niter_4"), "that 'init_lora_weights: pissa_niter_4' had changed"),
+    "lora_ga": (lora(init_lora_weights="lora_ga"), "save it with peft's 'path_initial_model_for_weight_conversion'"),
+    "bias beside a map without": (lora(lora_bias=True), "cannot be merged into"),
+    "more layers": (lora(layer_replication=[[0, 2], [1, 3]]), "repeats layers ('layer_replication')"),
+    "from a token on": (lora(alora_invocation_tokens=[5]), "cannot be merged into"),
+    "lily": (other("Lily", r=4), "cannot be merged into"),
+    "tied, embedding": (lora(TIED, target_modules=["embed_tokens", "q_proj"]), "changes model.embed_tokens of "),
+    "tied, head": (lora(TIED, target_modules=["lm_head", "q_proj"]), ONE_TENSOR),
+    "tied, whole head": (lora(TIED, modules_to_save=["lm_head"]), ONE_TENSOR),
+    "tied, tokens of the head": (lora(TIED, trainable_token_indices={"lm_head": [1, 5]}), "changes lm_head of "),
+    "tied, other tokens": (lora(TIED, trainable_token_indices=ROWS | {"lm_head": [2]}), ONE_TENSOR),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_of_all_kinds_are_whole_and_merged_as_by_peft(kind: str, llama: Family, tmp_path: Path) -> None:
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(llama.base), KINDS[kind])
+@pytest.fixture(scope="module")
+def base_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Of], Path]:
+    """The folder of a base model, which is made once."""
+    made: dict[str, Path] = {}
+
+    def base(of: Of) -> Path:
+        name = str(of)
+        if name not in made:
+            made[name] = families.make_family(
+                tmp_path_factory.mktemp("base"), families.config_of(of[0], **of[1]), experts=0
+            ).base
+        return made[name]
+
+    return base
+
+
+def trained(base: Path, config: peft.PeftConfig, folder: Path) -> torch.Tensor:
+    """Save an adapter with random numbers, and return the logits of the model with it."""
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(str(tmp_path / "adapter"))
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(str(folder))
+    return logits(model)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.tensor([[1, 5, 7, 9, 20, 33, 5, 6, 2, 1]])).logits
+    return found
+
+
+def examined(base: Path, adapter: Path) -> None:
+    """Check the adapter as ``check`` does."""
+    expert = ModelReference.parse(f"{base}+{adapter}")
+    recipe = {"merge_method": "sftm", "base_model": str(base), "models": [{"model": str(expert)}]}
+    one_model(families.experiment(recipe, lora_merge_cache=str(adapter)), expert)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_adapter_computes_what_the_live_one_does(kind: str, base_of: Any, tmp_path: Path) -> None:
+    (config, of), adapter = KINDS[kind], tmp_path / "adapter"
+    live = trained(base := base_of(of), config, adapter)
     if kind == "in the old format":
-        file = tmp_path / "adapter/adapter_model.safetensors"
+        file = adapter / "adapter_model.safetensors"
         torch.save(load_file(file), file.with_suffix(".bin"), **AS_BEFORE)
         file.unlink()
-    options = {"lora_merge_cache": str(tmp_path / "cache")}
-    expert = f"{llama.base}+{tmp_path / 'adapter'}"
-    assert problems(with_expert(llama, expert), options=options, merging=False) == []
-    reference = ModelReference.parse(expert)
-    found = load_file(Path(merge_adapter(reference, options["lora_merge_cache"]).model.path) / "model.safetensors")
-    expected = load_file(merged_by_peft(llama.base, tmp_path / "adapter", tmp_path / "full") / "model.safetensors")
-    before = load_file(llama.base / "model.safetensors")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert not all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    examined(base, adapter)
+    merged = merge_adapter(ModelReference.parse(f"{base}+{adapter}"), str(tmp_path / "cache"))
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (merged.model.path, base)]
+    found, before = map(logits, models)
+    tolerance = state_rounding(float(live.abs().max()))
+    assert torch.allclose(found, live, rtol=0, atol=tolerance)
+    assert (live - before).abs().max() > 10 * tolerance
+
+
+@pytest.mark.parametrize("kind", UNMERGED)
+def test_an_adapter_that_cannot_be_merged_right_is_refused(kind: str, base_of: Any, tmp_path: Path) -> None:
+    (config, of), words = UNMERGED[kind]
+    trained(base := base_of(of), config, tmp_path / "adapter")
+    with pytest.raises(SltaError) as error:
+        examined(base, tmp_path / "adapter")
+    assert f"The adapter {tmp_path / 'adapter'} " in error.value.message and words in error.value.message
+
+
+@pytest.mark.parametrize("start", ["corda", "loftq"])  # which need data, and quantization, to be trained
+def test_an_adapter_of_changed_weights_is_refused(start: str, base_of: Any, tmp_path: Path) -> None:
+    trained(base := base_of(PLAIN), lora()[0], tmp_path / "adapter")
+    edit(tmp_path / "adapter", init_lora_weights=start, loftq_config={"loftq_bits": 4})
+    with pytest.raises(SltaError, match=f"was trained on weights that 'init_lora_weights: {start}' had changed"):
+        examined(base, tmp_path / "adapter")
