@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import click
 
 Result = TypeVar("Result")
+LONGEST = 2000  # characters of a sentence
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _OUT_OF_MEMORY = re.compile("out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator", re.IGNORECASE)
 
 
@@ -25,11 +27,27 @@ class SltaError(click.ClickException):
     """
 
     def __init__(self, *sentences: str) -> None:
-        super().__init__("\n".join(sentences))
-        self.sentences = sentences
+        self.sentences = tuple(map(printable, sentences))
+        super().__init__("\n".join(self.sentences))
 
     def __str__(self) -> str:
         return self.message
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """Text for a terminal or a page, in which names and values of other people's files can do no harm.
+
+    Characters that move the cursor, end the line or change the direction become escapes, and a long text loses its
+    middle.
+    """
+    if len(text) > longest:
+        text = f"{text[: longest * 2 // 3]} … {text[-longest // 3 :]}"
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def as_note(sentence: str) -> str:
+    """A sentence about something that is no mistake, as it is printed."""
+    return f"Note: {printable(sentence)}"
 
 
 def refuse(sentences: Iterable[str]) -> None:

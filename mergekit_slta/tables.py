@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, printable
 
 if TYPE_CHECKING:
     import pandas
+
+
+LONGEST_CELL = 100  # characters
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +28,8 @@ class Table:
 
     def __str__(self) -> str:
         """The table as text, the first column to the left and the others to the right."""
-        first, *others = [(column, max(map(len, column))) for column in zip(self.header, *self.rows, strict=True)]
+        lines = [[printable(cell, LONGEST_CELL) for cell in line] for line in (self.header, *self.rows)]
+        first, *others = [(column, max(map(len, column))) for column in zip(*lines, strict=True)]
         columns = [[cell.ljust(first[1]) for cell in first[0]]]
         columns += [[cell.rjust(width) for cell in column] for column, width in others]
         return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

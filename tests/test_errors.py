@@ -1,36 +1,50 @@
-"""What becomes of errors that nobody has explained."""
+"""Sentences for the terminal, in which names and values of other people's files can do no harm."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import families, memory
-from support.calibration_samples import write_jsonl
 from support.command import run
-from support.families import Family
+
+from mergekit_slta.checks.examine import Findings
+from mergekit_slta.errors import LONGEST, SltaError, as_note, printable
+from mergekit_slta.output.verify import Verification
+from mergekit_slta.tables import LONGEST_CELL, Table
+
+CLEARS = "\x1b[2J\nall checks passed\r\u202e\ud800\x00"
+CLEAR = r"\x1b[2J\nall checks passed\r\u202e\ud800\x00"
 
 
 @pytest.mark.parametrize(
-    ("command", "where"),
+    "said",
     [
-        ("ask", "transformers.LlamaForCausalLM.from_pretrained"),
-        ("merge", "mergekit_slta.host.methods.merged_task"),
+        str(SltaError(CLEARS)),
+        as_note(CLEARS),
+        str(Findings([CLEARS], [CLEARS])),
+        str(Verification((CLEARS,), 1, (CLEARS,))),
+        str(Table(["a", CLEARS], [[CLEARS, "1"]])),
     ],
+    ids=["error", "note", "check", "verify", "table"],
 )
-def test_a_lack_of_memory_is_said_and_blames_no_file(
-    command: str, where: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any, **settings: Any) -> Any:
-        raise memory.torch_without_memory()
+def test_whatever_is_printed_escapes_what_moves_the_cursor_or_forges_a_line(said: str) -> None:
+    assert CLEAR in said and not {*"\x1b\r\u202e\ud800\x00"} & {*said} and "\nall checks" not in said
 
-    monkeypatch.setattr(where, full)
-    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(llama, "actmat", calibration=False))
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
-    arguments = {
-        "ask": [llama.base, prompts, "--max-new-tokens", 2, "-o", tmp_path / "answers.jsonl"],
-        "merge": [recipe, tmp_path / "out"],
-    }
-    said = run(command, *arguments[command], "--quiet", code=1).output.splitlines()[-1]
-    assert said.startswith("Error: Memory ran out ([enforce fail at") and "merge fewer experts" in said
+
+@pytest.mark.parametrize("name", ["modèles 数学", "प्रमेय", "🧮", "a\u3000b", "e\u200dx"])
+def test_names_of_any_script_stay_as_they_are(name: str) -> None:
+    assert printable(name) == name
+
+
+def test_a_long_value_loses_its_middle() -> None:
+    said = str(SltaError(f"The name {'x' * 10**6} is wrong: give another."))
+    assert len(said) <= LONGEST + 3 and said.startswith("The name xx") and said.endswith("xx is wrong: give another.")
+    assert len(str(Table(["a"], [["x" * 10**6]]))) < 3 * LONGEST_CELL
+
+
+def test_a_recipes_value_is_cut_and_escaped_in_messages_and_in_the_log(tmp_path: Path) -> None:
+    recipe = {"merge_method": "slta", "base_model": "b", "models": [{"model": "c" + "\x1b[2J" + "d" * 10**5}]}
+    (tmp_path / "recipe.yml").write_text(json.dumps(recipe | {"parameters": {"ridge": "e" * 10**5}}))
+    said = run("check", tmp_path / "recipe.yml", code=1).output
+    assert "\x1b" not in said and len(said) < 4 * LONGEST

@@ -20,7 +20,7 @@ from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of
+from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.model import require_solvable
 from mergekit_slta.models.architecture import left_out_by_mergekit
@@ -60,7 +60,7 @@ class Findings:
 
     def __str__(self) -> str:
         first = f"{counted(len(self.problems), 'problem')} found." if self.problems else self.verdict
-        problems, notes = (f"- {problem}" for problem in self.problems), (f"Note: {note}" for note in self.notes)
+        problems, notes = (f"- {printable(problem)}" for problem in self.problems), map(as_note, self.notes)
         return "\n".join([first, *problems, *notes, *([str(self.needs)] if self.needs else [])])
 
     __repr__ = __str__

@@ -94,8 +94,8 @@ def endless(experiment: Experiment) -> Iterator[str]:
         if stops and ours != theirs and end not in [*stops, *brought, None]:
             yield (
                 f"The expert {expert} ends its turns with {end}, but the merged model stops at "
-                f"{' and '.join(map(str, stops))}, like the base model {base}: add these two lines to the recipe.\n"
-                f"  tokenizer:\n    source: {expert.reference.lora or expert.reference.model}"
+                f"{' and '.join(map(str, stops))}, like the base model {base}: add 'tokenizer: {{source: "
+                f"{expert.reference.lora or expert.reference.model}}}' to the recipe."
             )
 
 

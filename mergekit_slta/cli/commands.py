@@ -25,7 +25,7 @@ from mergekit_slta.cli.options import (
     trusted_code,
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
-from mergekit_slta.errors import SltaError, files_named, number
+from mergekit_slta.errors import SltaError, as_note, files_named, number
 from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
@@ -136,7 +136,7 @@ def check(recipe: Path, **options: Any) -> None:
         click.echo(f"{recipe}: {findings}", err=True)
         raise click.exceptions.Exit(1)
     for note in findings.notes if not options["quiet"] else ():
-        click.echo(f"Note: {note}", err=True)
+        click.echo(as_note(note), err=True)
     click.echo(f"{recipe}: no problem found. {findings.verdict}")
     if not options["quiet"]:
         click.echo(findings.needs)

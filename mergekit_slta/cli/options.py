@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, printable
 from mergekit_slta.levels import LEVELS
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
@@ -46,6 +46,13 @@ MODEL_OPTIONS = [
 ]
 
 
+class _OneLine(logging.Formatter):
+    """Log messages in a line each, without the names of modules."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 class ModelCommand(click.Command):
     """A command with mergekit's options for models; ``merge`` has all of mergekit's, which it imports."""
 
@@ -73,7 +80,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
     for handler in logging.getLogger().handlers:
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))  # without the names of modules
+        handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
     if merge_options.quiet:
         transformers.utils.logging.disable_progress_bar()
     others = merge_options.model_dump(include=options.keys() - {"cuda", "num_threads", "verbosity"})

@@ -23,7 +23,7 @@ from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import SltaError, files_named, one_line, refuse, suggestion
+from mergekit_slta.errors import SltaError, as_note, files_named, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
@@ -168,7 +168,7 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
     experiment.sources.clear()
     for note in notes if not experiment.quiet else ():
-        click.echo(f"Note: {note}", err=True)
+        click.echo(as_note(note), err=True)
     partial = Partial(folder / PARTIAL_OF_MERGE)
     with partial.held(experiment.ranks):
         merge = METHODS[experiment.recipe.config.merge_method].kind(experiment)
@@ -246,7 +246,7 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
         yield merge.kept
     if merge.page:
         yield f"Report: {merge.page}"
-    yield from (f"Note: {note}" for note in endless(experiment))
+    yield from map(as_note, endless(experiment))
     copied = Path(out) / RECIPE_OF_MERGE
     if copied.is_file():
         has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)

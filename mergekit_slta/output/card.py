@@ -16,7 +16,7 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset
-from mergekit_slta.errors import reading
+from mergekit_slta.errors import printable, reading
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.output import manifest
@@ -108,7 +108,7 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         from mergekit_slta.reports.merge import kept_sentence
 
         paragraphs += [
-            f"{kept_sentence(solution)} The share says little about accuracy.",
+            f"{printable(kept_sentence(solution))} The share says little about accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
@@ -205,4 +205,4 @@ def _linked(reference: ModelReference) -> str:
 
 def _code(text: str) -> str:
     """Text as code in Markdown, which it can neither end nor leave."""
-    return "`" + " ".join(text.split()).replace("`", "'") + "`"
+    return "`" + printable(" ".join(text.split())).replace("`", "'") + "`"

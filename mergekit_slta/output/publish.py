@@ -16,7 +16,7 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit_slta import files
 from mergekit_slta.checks.models import complete_checkpoints
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import SltaError, all_of, reading, refuse
+from mergekit_slta.errors import SltaError, all_of, as_note, reading, refuse
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
 from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, code_of, refuse_links
@@ -69,7 +69,7 @@ class Publication:
         lines += [f"Not uploaded: {', '.join(self.left_out)}."] if self.left_out else []
         seen = "private" if self.private else "private or public, by the organization's setting"
         lines += [] if self.address else [f"Visibility: {seen}; an existing repository keeps its own."]
-        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
+        return "\n".join([*lines, *map(as_note, self.notes)])
 
     __repr__ = __str__
 

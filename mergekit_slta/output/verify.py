@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import first_line
+from mergekit_slta.errors import as_note, first_line, printable
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.checkpoint import is_finite
@@ -50,7 +50,9 @@ class Verification:
         else:
             heading = f"Nothing is wrong with the names, shapes, data types and values of {self.tensors} tensors. "
             heading += "transformers loads the folder, which has all tensors of the base model."
-        return "\n".join([heading, *(f"- {problem}" for problem in self.problems), *map("Note: {}".format, self.notes)])
+        return "\n".join(
+            [heading, *(f"- {printable(problem)}" for problem in self.problems), *map(as_note, self.notes)]
+        )
 
     __repr__ = __str__
 

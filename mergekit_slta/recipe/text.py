@@ -89,7 +89,12 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML, but refuses what its base class takes: a table with a key twice, and anchors without end."""
+    """Reads YAML, but refuses what its base class takes: keys given twice, anchors without end, and NUL in a text."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if "\0" in node.value:
+            raise yaml.MarkedYAMLError(problem="the character NUL, which no name has", problem_mark=node.start_mark)
+        return super().construct_scalar(node)
 
     def construct_document(self, node: yaml.Node) -> Any:
         try:

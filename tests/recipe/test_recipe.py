@@ -196,8 +196,13 @@ def test_anchors_that_stand_for_too_much_are_refused_before_they_are_read(levels
     anchors = [f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]" for number in range(1, levels)]
     text = "\n".join(["a0: &a0 [x]", *anchors, f"merge_method: *a{levels - 1}"])
     for recipe in (text, "merge_method: &a [*a]"):
-        (problem,) = said(partial(Recipe.parse, recipe, "r.yml"))
+        problem, *_ = said(partial(Recipe.parse, recipe, "r.yml"))
         assert problem.startswith("r.yml is not valid YAML: its anchors stand for more than 100,000 values, in line 1")
+
+
+def test_no_name_in_a_recipe_holds_a_nul() -> None:
+    problem, *_ = said(partial(Recipe.parse, 'base_model: "a\\0b"', "r.yml"))
+    assert problem == "r.yml is not valid YAML: the character NUL, which no name has, in line 1:"
 
 
 def test_two_experts_with_the_same_source(tmp_path: Path) -> None:
