@@ -18,7 +18,7 @@ from support.copies import edit_tensors
 from support.families import EVERY, UNMERGED, Family
 from support.merging import State, load
 from support.reference import gram_difference
-from support.rounding import gram_rounding
+from support.rounding import gram_rounding, rounding, weight_rounding
 from support.slow import slow_but
 
 from mergekit_slta.levels import LEVELS, of_level
@@ -28,9 +28,6 @@ RECORDS = 2
 LONGEST = 12
 LARGE_TASKS = ("falcon_h1",)  # which magnifies rounding, so its experts differ more from the base model
 SCAN = 4 + LONGEST  # sums one after the other where a layer passes a state from token to token
-ALPHA_TOLERANCE = 1e-5
-# Of a tensor's largest element: the weights' error times the task vectors' share in it, and float32 rounding.
-TENSOR_TOLERANCE = 1e-6
 
 # Merged at every level; the others at their finest level alone, because tests/slta/test_weights.py says for all of them
 # which weight each tensor takes at each level.
@@ -76,7 +73,8 @@ def assert_tensors_equal(actual: State, expected: State) -> None:
     for name, tensor in expected.items():
         assert actual[name].isfinite().all(), name
         error = (actual[name].double() - tensor.double()).abs().max()
-        assert error <= TENSOR_TOLERANCE * tensor.double().abs().max(), name
+        # The weights' error times the task vectors' share in a tensor is less than its own rounding.
+        assert error <= rounding(SCAN) * tensor.double().abs().max(), name
 
 
 def loaded(folder: Path) -> State:
@@ -103,7 +101,7 @@ def test_grams_merging_weights_and_merged_models_are_the_references(
         for submodule, deltas in expected.items():
             assert gram_difference(case.grams[submodule], deltas.grams()) < gram_rounding(scale, SCAN), submodule
             error = (alpha[submodule] - reference.merging_weights(deltas)).abs().max()
-            assert error < ALPHA_TOLERANCE, submodule
+            assert error < weight_rounding(scale, SCAN), submodule
     if name not in UNMERGED:
         for level in levels if name in MERGED_AT_EVERY_LEVEL else ["linear"]:
             recipe = families.recipe(family, level=level, samples=RECORDS)

@@ -19,9 +19,11 @@ from support.linearity_values import assert_same
 from support.merging import worst_error
 from support.processes import run_python, torchrun
 from support.reference import gram_difference
+from support.rounding import distance_rounding, gram_rounding, regression_rounding
 
+from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.nonlinearity.studies import Linearity, linearity
+from mergekit_slta.nonlinearity.studies import STEPS, Linearity, linearity
 from mergekit_slta.slta.statistics import Statistics
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -29,8 +31,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 GPU = "cuda:0"
 # Grouped heads, transposed maps with biases, masks per layer, mixtures, convolutions.
 ARCHITECTURES = ("llama", "gpt2", "gemma2", "mixtral", "lfm2")
-GRAMS = 1e-4  # of the float64 reference's
-TENSORS = 1e-4  # of a solved tensor's norm on the CPU
+# A GPU's functions are off by two units, four times as much as a processor's; a layer may scan over 16 tokens.
+GRAMS = 4 * gram_rounding(sums=4 + 16)
+TENSORS = regression_rounding(RIDGES[0])  # of a solved tensor's norm on the CPU, with whichever ridge is chosen
 
 
 @pytest.fixture
@@ -71,7 +74,7 @@ def test_linearity_is_the_cpus(llama: Family) -> None:
         LoaderCache.loaders.clear()
         return linearity(families.experiment(recipe, device=device), LEVELS, samples=1)
 
-    assert_same(scores(GPU), scores("cpu"), 1e-4)
+    assert_same(scores(GPU), scores("cpu"), distance_rounding(1 / STEPS))
 
 
 @pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])
@@ -120,7 +123,7 @@ def test_processes_that_share_a_gpu_write_the_same_file(
         assert done.returncode == 0, done.stderr
     one, two = map(Statistics.load, files)
     assert two.info == one.info
-    assert all(gram_difference(two.grams[name], gram) < 1e-6 for name, gram in one.grams.items())
+    assert all(gram_difference(two.grams[name], gram) < GRAMS for name, gram in one.grams.items())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -351,7 +351,9 @@ def shaped(shape: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
 def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
     """Which dimensions [d_in] would not decide the norm of moments with this diagonal alone."""
     used = diagonal[diagonal > 0]
-    return diagonal <= DECISIVE * used.quantile(0.9) if len(used) else torch.ones_like(diagonal, dtype=torch.bool)
+    if not len(used):
+        return torch.ones_like(diagonal, dtype=torch.bool)
+    return diagonal <= DECISIVE * used.quantile(used.new_tensor(0.9))  # torch may make a float64 tensor of a number
 
 
 def random_combinations(outputs: int, count: int) -> torch.Tensor:

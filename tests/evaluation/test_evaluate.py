@@ -17,6 +17,7 @@ from support import families
 from support.calibration_samples import BOS, EOS, spelled, write_jsonl, write_scripted
 from support.command import run
 from support.families import Family
+from support.rounding import IN_FLOAT64, state_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta.errors import SltaError
@@ -75,12 +76,14 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
         assert list(task.scores) == [*models, *merged]
         for name, model in models.items():
             losses, _, exact = zip(*reference(model, samples), strict=True)
-            assert task.scores[name].loss == pytest.approx(sum(losses) / task.tokens, rel=1e-5)
+            assert task.scores[name].loss == pytest.approx(sum(losses) / task.tokens, abs=state_rounding())
             assert task.scores[name].exact == sum(exact) / 4
         assert task.scores[merged[0]] == task.scores["expert expert1"] and task.scores[merged[1]] == task.scores["base"]
         loss = {name: score.loss for name, score in task.scores.items()}
         gain = loss["base"] - loss[f"expert expert{index}"]
-        kept = [pytest.approx((loss["base"] - own) / gain) if gain > 0 else None for own in loss.values()]
+        kept = [
+            pytest.approx((loss["base"] - own) / gain, abs=IN_FLOAT64) if gain > 0 else None for own in loss.values()
+        ]
         assert [score.kept for score in task.scores.values()] == kept
 
 
@@ -95,10 +98,10 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert list(found.tasks) == ["expert0", "base model"]
     keep = found.tasks["base model"]
     base, expert, *merged = keep.scores.values()
-    assert base.loss == pytest.approx(whole["base"].loss)
-    assert expert.loss == merged[0].loss == pytest.approx(whole["expert expert0"].loss)
+    assert base.loss == pytest.approx(whole["base"].loss, abs=state_rounding())
+    assert expert.loss == merged[0].loss == pytest.approx(whole["expert expert0"].loss, abs=state_rounding())
     lost = expert.loss - base.loss
-    kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost)] if lost > 0 else [None] * 3
+    kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost, abs=IN_FLOAT64)] if lost > 0 else [None] * 3
     assert [score.kept for score in merged] == kept
     assert base.exact in (1.0, None)  # of the answers that the base model gives
     assert "the share of the gain in likelihood is 1 for the base model" in str(found)

@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.rounding import rounding
+from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.featcal import regression
 from mergekit_slta.featcal.regression import DECISIVE, LIKELY_RIDGE, RIDGES, SMALLEST_RIDGE, Change, RidgeRegression
 
 INPUTS, OUTPUTS = 12, 5
 TOKENS_PER_SAMPLE = 5
-TOLERANCE = 1e-7  # in float64
 
 # The inputs [n, d_in] and residuals [n, d_out] of a task.
 Task = tuple[torch.Tensor, torch.Tensor]
@@ -111,8 +110,23 @@ def least_squares(
     hold = torch.linalg.cholesky(shape.double()).T * (ridge * (energy if diagonal else energy.mean())).sqrt()
     design = torch.cat([inputs, hold])
     wanted = torch.cat([targets, torch.zeros(len(hold), targets.shape[1]).double()])
-    solution: torch.Tensor = torch.linalg.lstsq(design, wanted, driver="gelsd").solution.T
-    return solution
+    size = torch.where(energy > 0, design.norm(dim=0), 1.0)  # columns of one size, or the oracle loses digits itself
+    solution: torch.Tensor = torch.linalg.lstsq(design / size, wanted, driver="gelsd").solution / size[:, None]
+    return solution.T
+
+
+def condition(rows: Sequence[Task], ridge: float, diagonal: bool, prior: torch.Tensor | None, few: bool) -> float:
+    """That of the system that is solved: a solution is off by the rounding of its numbers times this."""
+    inputs = torch.cat([inputs for inputs, _ in rows])
+    system = inputs.T @ inputs
+    shape = torch.eye(len(system)).double() if prior is None else prior.double()
+    energy = system.diagonal()
+    root = torch.where(energy > 0, energy, 1.0).sqrt() if diagonal else energy.mean().sqrt()
+    hold = (shape * root).T * root if root.ndim else shape * root**2
+    if few:  # a system of more tokens than directions is held by the ridge alone
+        return 1 + float(torch.linalg.eigvals(torch.linalg.solve(hold, system)).abs().max()) / ridge
+    unit = (system + ridge * hold).diagonal().rsqrt()  # a diagonal scale costs no digits
+    return float(torch.linalg.cond(unit[:, None] * (system + ridge * hold) * unit))
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -178,9 +192,9 @@ def test_equals_explicit_least_squares(case: str, ridge: float | None, held: boo
     prior = random_prior(tasks[0][0].shape[1]) if held else None
     change = solve(tasks, ridge, batch=7, few=few, prior=prior, weights=weights)
     assert change.ridge is not None and change.ridge in (RIDGES if ridge is None else [max(ridge, SMALLEST_RIDGE)])
-    expected = least_squares(scaled(tasks, weights), change.ridge, "massive" in case, prior)
-    digits = 1e-3 if ridge == 0 else 1e-5 if "massive" in case or "vanishing" in case else TOLERANCE
-    assert difference(change.matrix, expected) < digits
+    rows, massive = scaled(tasks, weights), "massive" in case
+    expected = least_squares(rows, change.ridge, massive, prior)
+    assert difference(change.matrix, expected) < IN_FLOAT64 * condition(rows, change.ridge, massive, prior, few)
 
 
 @both_forms
@@ -192,19 +206,9 @@ def test_float32_is_off_by_its_rounding_times_the_condition(case: str, ridge: fl
     prior = random_prior(tasks[0][0].shape[1]) if held else None
     change = solve(tasks, ridge, few=few, prior=prior)
     assert change.matrix.dtype == torch.float32
-    rows = scaled(tasks)
-    system = torch.cat([inputs for inputs, _ in rows])
-    system = system.T @ system
-    shape = torch.eye(len(system)).double() if prior is None else prior.double()
-    root = (system.diagonal() if "massive" in case else system.diagonal().mean()).sqrt()
-    hold = (shape * root).T * root if root.ndim else shape * root**2
-    if few:  # a system of more tokens than directions is held by the ridge alone
-        condition = 1 + float(torch.linalg.eigvals(torch.linalg.solve(hold, system)).abs().max()) / ridge
-    else:
-        unit = (system + ridge * hold).diagonal().rsqrt()  # a diagonal scale costs no digits
-        condition = float(torch.linalg.cond(unit[:, None] * (system + ridge * hold) * unit))
-    expected = least_squares(rows, ridge, "massive" in case, prior)
-    assert difference(change.matrix, expected) < rounding() * condition
+    rows, massive = scaled(tasks), "massive" in case
+    expected = least_squares(rows, ridge, massive, prior)
+    assert difference(change.matrix, expected) < rounding() * condition(rows, ridge, massive, prior, few)
 
 
 # The ridge that left-out samples choose
@@ -282,8 +286,8 @@ def test_the_mean_is_what_the_solution_leaves_of_the_residuals(few: bool) -> Non
         size = 1 / ((x.T * own) @ x).norm()
         masses.append(size * own.sum())
         left.append(size * own @ (residuals.double() - x @ change.matrix.T))
-    assert torch.allclose(change.shares, torch.stack(masses) / sum(masses), rtol=1e-6)
-    assert difference(change.mean, torch.stack(left).sum(0) / sum(masses)) < 1e-5
+    assert torch.allclose(change.shares, torch.stack(masses) / sum(masses), rtol=0, atol=IN_FLOAT64)
+    assert difference(change.mean, torch.stack(left).sum(0) / sum(masses)) < IN_FLOAT64
 
 
 def test_the_bias_takes_the_mean_residual_for_any_ridge_in_use_and_the_anchors_for_an_endless_one() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support import families
+from support.rounding import state_rounding
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import trace
@@ -94,7 +95,7 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
     base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
     unit = {"a difference": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
     found = decoder.structures[0].change("layer", run, base)
-    assert torch.allclose(unit * found, run.output - base.output, atol=1e-5)
+    assert torch.allclose(unit * found, run.output - base.output, rtol=0, atol=state_rounding(layers=1))
     if name in SUMS:
         branches = {branch: children - {"weight"} for branch, children in decoder.structures[0].branches.items()}
         assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.rounding import rounding
+from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.numerics import symmetric
 from mergekit_slta.numerics.symmetric import gram, times_inverse
@@ -22,7 +22,7 @@ def seed() -> None:
 def test_a_gram_matrix_is_the_product_whatever_its_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "BLOCK", block)
     rows = torch.randn(9, 14, dtype=torch.float64)
-    torch.testing.assert_close(gram(rows), rows.T @ rows)
+    assert (gram(rows) - rows.T @ rows).norm() < IN_FLOAT64 * rows.square().sum()
 
 
 @pytest.mark.parametrize("system", [-torch.eye(3), torch.zeros(3, 3), torch.full((3, 3), torch.nan)], ids=str)

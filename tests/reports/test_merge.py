@@ -12,6 +12,7 @@ from support import families, reference, synthetic
 from support.command import run
 from support.families import Family
 from support.html_elements import Elements, assert_self_contained
+from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 
 from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page
 from mergekit_slta.slta.solver import pooled
@@ -161,17 +162,17 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     assert list(by_layer) == [0, 1, 2]
     for task in range(3):
         expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
-        assert solution.kept[task].item() == pytest.approx(expected, abs=1e-9)
+        assert solution.kept[task].item() == pytest.approx(expected, abs=SOLVED_IN_FLOAT64)
         for layer, of_layer in by_layer.items():
             names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
             expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)
-            assert of_layer[task].item() == pytest.approx(expected, abs=1e-9)
+            assert of_layer[task].item() == pytest.approx(expected, abs=SOLVED_IN_FLOAT64)
 
 
 def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
-    retained = torch.tensor([[0.9], [-1e3], [math.nan]]).double()
-    share = torch.tensor([[2.0], [1e-6], [0.0]]).double()
-    assert pooled(retained, share).item() == pytest.approx(0.9, abs=1e-3)
+    retained = torch.tensor([[0.9], [-1e3], [math.nan]], dtype=torch.float64)
+    share = torch.tensor([[2.0], [1e-6], [0.0]], dtype=torch.float64)
+    assert pooled(retained, share).item() == pytest.approx((2 * 0.9 - 1e-6 * 1e3) / (2 + 1e-6), abs=IN_FLOAT64)
     assert pooled(retained[2:], share[2:]).isnan()
 
 

@@ -18,6 +18,7 @@ from support import families
 from support.copies import edit_tensors, edited, sharded
 from support.examining import edit_config, larger_vocabulary
 from support.families import Family
+from support.rounding import weight_rounding
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import STATISTICS_OF_MERGE
@@ -73,7 +74,7 @@ def same(first: Statistics, second: Statistics) -> bool:
 
 def close(first: Statistics, second: Statistics, level: str = "attn_mlp") -> bool:
     one, other = first.solve(level).alpha, second.solve(level).alpha
-    return all(torch.allclose(alpha, other[name], atol=1e-8, rtol=0) for name, alpha in one.items())
+    return all(torch.allclose(alpha, other[name], atol=weight_rounding(), rtol=0) for name, alpha in one.items())
 
 
 # What is measured

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import synthetic
+from support.rounding import SOLVED_IN_FLOAT64
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta import solver
@@ -138,7 +139,7 @@ def test_task_weights_by_name_or_in_order(
     weights: Mapping[str, float] | Sequence[float], same_as: Sequence[float] | None, statistics: Statistics
 ) -> None:
     found, expected = (statistics.solve(task_weights=given).alpha for given in (weights, same_as))
-    assert all(torch.allclose(alpha, expected[name]) for name, alpha in found.items())
+    assert all(torch.allclose(alpha, expected[name], rtol=0, atol=SOLVED_IN_FLOAT64) for name, alpha in found.items())
 
 
 @pytest.mark.parametrize(

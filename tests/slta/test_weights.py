@@ -10,6 +10,7 @@ from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.families import EVERY
+from support.rounding import IN_FLOAT64, weight_rounding
 from support.synthetic import random_alpha, solutions
 
 from mergekit_slta.layers.decoder import Decoder
@@ -43,7 +44,9 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
             [reference.tensor_weights(place, tensor, model, alpha, level, split) for place in shared]
         ).mean(0)
         everywhere = torch.zeros(*tensor.shape, EXPERTS, dtype=torch.float64) + expected
-        assert torch.allclose(found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, atol=1e-12), name
+        assert torch.allclose(
+            found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, rtol=0, atol=IN_FLOAT64
+        ), name
 
 
 def test_layer_1_is_not_layer_11() -> None:
@@ -76,4 +79,5 @@ def test_an_expert_whose_change_no_input_excites_takes_its_branchs_weight(
     expected = base[key] + branch * (expert[key] - base[key])
     expected += alpha["layer.1.mlp.up_proj"][1] * (other[key] - base[key])
     merged = families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged")
-    assert torch.allclose(load_file(merged / "model.safetensors")[key], expected, atol=1e-5)
+    # The one expert changes a column by 1 and the weights are off by their rounding.
+    assert torch.allclose(load_file(merged / "model.safetensors")[key], expected, rtol=0, atol=weight_rounding())

@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from mergekit_slta.engine import loop
 from mergekit_slta.engine.partial import Partial
@@ -44,6 +45,9 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.calibrate import calibrate
+
+# transformers 5.24's Llama 4 with a vision tower reads this field of its language model's output, which has none.
+setattr(MoeCausalLMOutputWithPast, "image_outputs", None)  # noqa: B010, because mypy knows no such field
 
 PAD, BOS, EOS = 0, 1, 2
 ALPHABETS = ("abcdefghi ", "jklmnopqr ", "stuvwxyz0 ", "123456789 ", "0a1b2c3d4 ")

@@ -16,6 +16,7 @@ MARGIN = 8 / float(os.environ.get("MERGEKIT_SLTA_TIGHT", "1"))
 WIDEST = 64  # terms of the longest sums in the tests' models
 FEATURES = 160  # numbers that an entry of a Gram matrix sums over, at least: five tokens in 32 dimensions
 LAYERS = 3
+CONDITION = 8  # of slta's equations in the tests, at most; they are means over four samples at least
 
 
 def rounding(sums: int = 4, terms: int = WIDEST, dtype: torch.dtype = torch.float32) -> float:
@@ -24,6 +25,11 @@ def rounding(sums: int = 4, terms: int = WIDEST, dtype: torch.dtype = torch.floa
     A solution of equations has that of its system times the system's condition.
     """
     return MARGIN * torch.finfo(dtype).eps / 2 * (sums * terms) ** 0.5
+
+
+# Of numbers that float64 computes, and of slta's weights from Gram matrices that are known exactly.
+IN_FLOAT64 = rounding(dtype=torch.float64)
+SOLVED_IN_FLOAT64 = CONDITION * IN_FLOAT64
 
 
 def state_rounding(largest: float = 4.0, layers: int = LAYERS) -> float:
@@ -37,6 +43,11 @@ def gram_rounding(scale: float = 0.1, sums: int = 4) -> float:
     It is quadratic in the deltas, whose errors average out over its sum.
     """
     return 2 * rounding(sums) / scale / FEATURES**0.5
+
+
+def weight_rounding(scale: float = 0.1, sums: int = 4) -> float:
+    """The error of merging weights of about one that are solved for from such Gram matrices."""
+    return CONDITION * gram_rounding(scale, sums) / 4**0.5
 
 
 def distance_rounding(nearest: float, scale: float = 0.1) -> float:
