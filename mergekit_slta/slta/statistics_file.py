@@ -26,6 +26,8 @@ from mergekit_slta.models import hub
 
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
+LARGEST = 1e100  # the squares of float32 numbers, summed over all tokens and dimensions, are far below
+ROUNDING = 1e-5  # of the sums of a device that has no float64, relative to the squares
 _GRAM = "gram/"
 _SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
@@ -136,20 +138,35 @@ def _problem(measured: Measured) -> str | None:
     experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
     if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1) or not info.levels:
         return "it does not describe all of its models and levels"
+    if len({info.base_model, *info.models}) <= experts:
+        return "it has one name for two models"
     if task.dtype != torch.int64 or task.unique_consecutive().tolist() != list(range(tasks)):
         return "'task' does not name every task in order"
-    if tokens.dtype != torch.int64 or tokens.shape != task.shape or bool((tokens < 1).any()):
+    if (
+        tokens.dtype != torch.int64
+        or tokens.shape != task.shape
+        or not 1 <= int(tokens.min()) <= int(tokens.max()) <= info.max_tokens
+    ):
         return "'tokens' does not fit"
     for name, gram in grams.items():
         fits = gram.dtype == torch.float64 and gram.shape == (len(task), experts, experts)
-        sound = fits and bool(gram.isfinite().all()) and torch.equal(gram, gram.mT)
-        if not _SUBMODULE.fullmatch(name) or not sound or bool((gram.diagonal(dim1=-2, dim2=-1) < 0).any()):
+        if not _SUBMODULE.fullmatch(name) or not fits or not _are_grams(gram):
             return f"'{name}' holds no Gram matrices of a submodule"
     for level in info.levels:
         layers = {place_of(name).layer for name in of_level(grams, level)}
-        if level not in LEVELS or layers != ({None} if level == "model" else set(range(info.num_layers))):
+        count = 1 if level == "model" else info.num_layers
+        if level not in LEVELS or len(layers) != count or layers != ({None} if level == "model" else {*range(count)}):
             return f"it does not hold level '{level}' of {info.num_layers} layers"
     return None
+
+
+def _are_grams(gram: torch.Tensor) -> bool:
+    """Whether matrices [N, T, T] can be Gram matrices of float32 vectors: semidefinite, and of no impossible size."""
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    sizes = squares[squares != 0]
+    if not (gram.isfinite().all() and torch.equal(gram, gram.mT) and ((sizes > 1 / LARGEST) & (sizes < LARGEST)).all()):
+        return False
+    return bool((torch.linalg.eigvalsh(gram) >= -ROUNDING * squares.sum(-1, keepdim=True)).all())
 
 
 def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
