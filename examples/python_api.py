@@ -53,11 +53,14 @@ def main(folder: Path) -> None:
     # A recipe that mergekit runs without this package, and a page with figures.
     names = [statistics.info.base_model, *statistics.info.models]
     paths = {name: str(family / Path(name).name) for name in names}
-    print(solution.save_recipe(out / "plain.yml", models=paths))
-    print(slta.report(solution, out / "report"))
+    plain = solution.save_recipe(out / "plain.yml", models=paths)
+    print(plain, slta.report(solution, out / "report"), sep="\n")
 
-    # The merge itself, and what it keeps of each expert's skill.
-    merged = slta.merge(recipe, out / "merged")
+    # What a weight of 0.4 for every expert would keep.
+    print(statistics.solution(0.4))
+
+    # The merge itself, with the weights that were solved, and what it keeps of each expert's skill.
+    merged = slta.merge(plain, out / "merged")
     print(slta.evaluate(recipe, merged, samples=20))
 
 

@@ -3,15 +3,17 @@
 import mergekit_slta as slta
 
 recipe = slta.Recipe.load("merge.yml")
-statistics = slta.measure(recipe)
-print(statistics.solve())
-slta.merge(recipe, "merged/")
+solution = slta.measure(recipe).solve()
+print(solution)
+slta.merge(solution.save_recipe("plain.yml"), "merged/")
 """
 
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
+    "MergeOptions",
+    "Options",
     "Recipe",
     "SltaError",
     "Solution",
@@ -33,16 +35,19 @@ if TYPE_CHECKING:
     from mergekit_slta.checks.examine import check
     from mergekit_slta.errors import SltaError
     from mergekit_slta.evaluation.evaluate import evaluate
-    from mergekit_slta.host.run import merge
+    from mergekit_slta.host.run import MergeOptions, merge
     from mergekit_slta.nonlinearity.studies import linearity
     from mergekit_slta.output.publish import publish
     from mergekit_slta.output.verify import verify
+    from mergekit_slta.recipe.experiment import Options
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.reports.merge import report
     from mergekit_slta.slta.measure import measure
     from mergekit_slta.slta.statistics import Solution, Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
+        "MergeOptions": "host.run",
+        "Options": "recipe.experiment",
         "Recipe": "recipe.recipe",
         "SltaError": "errors",
         "Solution": "slta.statistics",

@@ -97,15 +97,20 @@ def test_the_table_of_a_pair_says_what_is_gained_and_kept() -> None:
 
 # Slurm
 
-MERGE = "torchrun --standalone --nproc-per-node 4 -m mergekit_slta merge r.yml out --cuda --trust-remote-code"
+STEPS = {
+    "mergekit-slta": "mergekit-slta check r.yml --trust-remote-code",
+    "torchrun": "torchrun --standalone --nproc-per-node 4 -m mergekit_slta merge r.yml out --cuda --trust-remote-code",
+}
 
 
-def test_a_slurm_job_whose_time_is_up_is_requeued(tmp_path: Path) -> None:
-    """In a shell whose programs write what they are called with."""
+@pytest.mark.parametrize("program", STEPS)
+def test_a_slurm_job_whose_time_is_up_is_requeued(program: str, tmp_path: Path) -> None:
+    """Whatever it does then; in a shell whose programs write what they are called with."""
     calls = tmp_path / "calls"
     calls.touch()
     (tmp_path / "bin").mkdir()
-    for name, more in {"mergekit-slta": "", "scontrol": "", "torchrun": "exec sleep 60"}.items():
+    for name in ("mergekit-slta", "scontrol", "torchrun"):
+        more = "exec sleep 60" if name == program else ""
         file = tmp_path / "bin" / name
         file.write_text(f'#!/bin/bash\necho "$(basename "$0") $*" >> calls\n{more}\n')
         file.chmod(0o755)
@@ -113,7 +118,7 @@ def test_a_slurm_job_whose_time_is_up_is_requeued(tmp_path: Path) -> None:
     script = Path(evaluate_pair.__file__).parent / "slurm" / "merge.sbatch"
     command = ["bash", str(script), "r.yml", "out", "--trust-remote-code"]
     job = subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE)
-    while MERGE not in calls.read_text().splitlines():
+    while STEPS[program] not in calls.read_text().splitlines():
         assert job.poll() is None
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)

@@ -11,7 +11,19 @@ from support.processes import run_python
 import mergekit_slta as slta
 
 PROMISED = [
-    *("Recipe", "SltaError", "Solution", "Statistics", "ask", "check", "evaluate", "linearity", "measure"),
+    *(
+        "MergeOptions",
+        "Options",
+        "Recipe",
+        "SltaError",
+        "Solution",
+        "Statistics",
+        "ask",
+        "check",
+        "evaluate",
+        "linearity",
+        "measure",
+    ),
     *("merge", "publish", "report", "verify"),
 ]
 

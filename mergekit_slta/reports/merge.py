@@ -15,14 +15,12 @@ import torch
 from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.levels import kinds_of, place_of
 from mergekit_slta.reports.page import Chart, Page
-from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled
+from mergekit_slta.slta.solver import SubmoduleSolution, pooled
 from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
 
 DRAWS = 200  # of the samples, for the intervals of the merging weights
-ENDS = (0.05, 0.95)
-SEED = 0
 MEANING = (
     "A feature is the output of a submodule. On the expert's own prompts, 1 means that the merge's submodules give the "
     "expert's outputs, 0 that they are as far from the expert's as the base model's are. The "
@@ -64,16 +62,6 @@ def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
         layer: pooled(torch.stack([part.retained for part in parts]), torch.stack([part.share for part in parts]))
         for layer, parts in layers.items()
     }
-
-
-def intervals(solution: Solution) -> torch.Tensor:
-    """The ends of the merging weights' 90 % bootstrap intervals, [2, S, T]; NaN if a task has one sample."""
-    statistics, ends = solution.statistics, torch.tensor(ENDS, dtype=torch.float64)
-    draws = (
-        bootstrap(statistics.grams[name], statistics.task, DRAWS, seed=SEED, **solution.settings)
-        for name in solution.alpha
-    )
-    return torch.stack([drawn.quantile(ends, dim=0) for drawn in draws], 1)
 
 
 # The page
@@ -130,6 +118,8 @@ def _facts(solution: Solution) -> dict[str, str]:
         facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
     balanced = "every prompt counts the same" if solution.balance else "long prompts and large changes count more"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
+    if solution.given:
+        facts["Solved with"] = "nothing: the merging weights were given"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
     if coarser := [str(fallback) for fallback in info.fallbacks if fallback.level == solution.level]:
@@ -177,12 +167,14 @@ def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
 
 def _weights(solution: Solution) -> list[list[str]]:
     """The merging weights [S, T] in words, with their intervals where they are known."""
+    drawn = {} if solution.given else solution.bootstrap(DRAWS).intervals()
+    unknown = torch.full((2, len(solution.models)), math.nan)
     return [
         [
             plain_number(weight) + ("" if math.isnan(low) else f" ({plain_number(low)} to {plain_number(high)})")
             for weight, low, high in zip(alpha.tolist(), *interval.tolist(), strict=True)
         ]
-        for alpha, interval in zip(solution.alpha.values(), intervals(solution).unbind(1), strict=True)
+        for alpha, interval in ((alpha, drawn.get(name, unknown)) for name, alpha in solution.alpha.items())
     ]
 
 

@@ -261,8 +261,7 @@ def _known(path: str) -> bool:
 def _header(origin: Sequence[str], lost: str) -> str:
     """The origin of the weights, as comments."""
     lines = [
-        f"Written by mergekit-slta {__version__}: merging weights solved in closed form (arXiv 2504.10902).",
-        "mergekit runs this recipe as it is, without that plugin and without prompts.",
+        f"Written by mergekit-slta {__version__}. mergekit runs this recipe as it is, without that plugin and prompts.",
         "",
         *origin,
         *([lost] if lost else []),

@@ -34,30 +34,22 @@ EIGENVALUE_CUTOFF = 1e-10  # relative to the largest eigenvalue
 
 @dataclass(frozen=True)
 class SubmoduleSolution:
-    """Merging weights of one submodule and what they are worth.
+    """Merging weights of one submodule and what they are worth."""
 
-    Attributes:
-        alpha: [T] float64, the merging weights.
-        retained: [T] float64, the share of each expert's feature change that the merge keeps on that expert's own
-            task, 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
-        share: [T] float64, the expert's change on its own task relative to the experts' mean change, ``own_share``.
-        condition: condition number of A over the eigenvalues that ``solve_semidefinite`` keeps; NaN where A is zero.
-        rank: number of kept eigenvalues; below T the solution is the minimum-norm one.
-        measured: [T] bool, whether an expert changes the submodule's features on any sample of the experts' tasks that
-            counts. If not, its weight is zero because nothing is known of it, even where its task vector is not zero.
-        kept_base: the share of the base model that the merge keeps on its own task, 1 - J_0(alpha) / mean_t J_0(e_t)
-            with J_0(alpha) = alpha^T (B_0 / s) alpha, e_t expert t added whole; NaN where no expert changes that task.
-        base_share: mean_t J_0(e_t), the experts' mean change on that task relative to that on their own.
-    """
-
-    alpha: torch.Tensor
+    alpha: torch.Tensor  # [T] float64, the merging weights
+    # [T] float64, the share of each expert's feature change that the merge keeps on that expert's own task,
+    # 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
     retained: torch.Tensor
-    share: torch.Tensor
-    condition: float
-    rank: int
+    share: torch.Tensor  # [T] float64, ``own_share``
+    condition: float  # of A, scaled to a unit diagonal, over the eigenvalues that are not cut; NaN where A is zero
+    rank: int  # the number of these eigenvalues; below T the solution is the minimum-norm one
+    # [T] bool, whether an expert changes the submodule's features on any sample of the experts' tasks that counts. If
+    # not, its weight is zero because nothing is known of it, even where its task vector is not zero.
     measured: torch.Tensor
+    # The share of the base model that the merge keeps on its own task, 1 - J_0(alpha) / mean_t J_0(e_t) with
+    # J_0(alpha) = alpha^T (B_0 / s) alpha, e_t expert t added whole; NaN where no expert changes that task.
     kept_base: float = float("nan")
-    base_share: float = 0.0
+    base_share: float = 0.0  # mean_t J_0(e_t), the experts' mean change on that task relative to that on their own
 
 
 def solve(
@@ -69,6 +61,7 @@ def solve(
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
     keep_weight: float = 1.0,
+    alpha: torch.Tensor | None = None,
 ) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
@@ -82,12 +75,15 @@ def solve(
         ridge: adds ridge * trace(A) / T to A's diagonal, before B_0 is added.
         task_weights: the weight c_a of each expert's task; one each by default.
         keep_weight: the weight kappa of the base model's task.
+        alpha: [T] float64, merging weights that take the place of the solved ones.
     """
     means = task_means(grams, task, balance)
     changes = base_changes(grams, task, tokens)
     matrix, right = equations(means, changes, balance, ridge, task_weights, keep_weight)
-    alpha, kept = solve_semidefinite(matrix, right)
-    used = kept[kept > 0]
+    solved, eigenvalues = solve_semidefinite(matrix, right)
+    used = eigenvalues[eigenvalues > 0]
+    measured = _measured(means, task_weights) if alpha is None else torch.ones_like(alpha, dtype=torch.bool)
+    alpha = solved if alpha is None else alpha
     whole = float(changes.diagonal().mean())
     return SubmoduleSolution(
         alpha=alpha,
@@ -95,7 +91,7 @@ def solve(
         share=own_share(means),
         condition=float(used.max() / used.min()) if used.numel() else float("nan"),
         rank=used.numel(),
-        measured=_measured(means, task_weights),
+        measured=measured,
         kept_base=1 - float(alpha @ changes @ alpha) / whole if whole else float("nan"),
         base_share=whole,
     )

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, SupportsFloat, SupportsIndex
 
 import torch
@@ -224,6 +225,40 @@ class Statistics(Paragraphs):
         solved = {name: solve(used.grams[name], used.task, tokens=used.tokens, **given) for name in names}
         return Solution(used, level, solved, **given)
 
+    def solution(
+        self,
+        alpha: float | SupportsFloat | Sequence[float] | torch.Tensor | Mapping[str, Sequence[float] | torch.Tensor],
+        level: str | None = None,
+        *,
+        balance: bool = True,
+    ) -> Solution:
+        """The merge with merging weights of your own, such as another method's, to see what it keeps, or to save it.
+
+        Args:
+            alpha: a weight for all experts, a weight for each of the ``T``, or such weights by submodule.
+            level, balance: as for ``solve``.
+
+        Returns:
+            What ``solve`` returns, with these weights.
+
+        Raises:
+            SltaError: the level was not measured, or ``alpha`` has other numbers or submodules.
+        """
+        solved = self.solve(level, balance=balance)
+        by_name = alpha if isinstance(alpha, Mapping) else dict.fromkeys(solved.submodules, alpha)
+        if by_name.keys() != solved.submodules.keys():
+            raise SltaError(f"'alpha' must have weights for each of {', '.join(solved.submodules)}, and no others.")
+        submodules = {}
+        for name in solved.submodules:
+            try:
+                weights = torch.as_tensor(by_name[name], dtype=torch.float64).expand(len(self.info.models)).clone()
+            except (TypeError, ValueError, RuntimeError):
+                weights = torch.tensor([math.nan])
+            if not weights.isfinite().all():
+                raise SltaError(f"'alpha' must be a number, or {len(self.info.models)} numbers in the experts' order.")
+            submodules[name] = solve(self.grams[name], self.task, **solved.settings, alpha=weights)
+        return replace(solved, submodules=submodules, given=True)
+
     def _task_weights(
         self, given: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat]
     ) -> tuple[float, ...]:
@@ -276,26 +311,21 @@ class Statistics(Paragraphs):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution(Paragraphs):
-    """The merging weights of every submodule of a level, as ``Statistics.solve`` gives them.
+    """The merging weights of every submodule of a level, as ``Statistics.solve`` gives them; not to be changed.
 
     Vectors [T] are in the order of ``models``. The mappings are by submodule, in the order of the layers.
-
-    Attributes:
-        statistics: the statistics of these experts and of the samples that were used.
-        level: the submodules' level.
-        submodules: the solution of each submodule.
-        balance, ridge, task_weights, keep_weight: the arguments of ``Statistics.solve``.
-        errors: the standard errors [T] of each submodule's merging weights, where ``bootstrap`` gave them.
     """
 
-    statistics: Statistics
+    statistics: Statistics  # of these experts and of the samples that were used
     level: str
     submodules: Mapping[str, SubmoduleSolution]
+    # The arguments of ``Statistics.solve``.
     balance: bool
     ridge: float
     task_weights: tuple[float, ...] | None
     keep_weight: float = 1.0
-    errors: Mapping[str, torch.Tensor] | None = None
+    given: bool = False  # whether the weights come from the user, by ``Statistics.solution``
+    draws: Mapping[str, torch.Tensor] | None = None  # [R, T] float64, the merging weights of R draws, by ``bootstrap``
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -303,17 +333,25 @@ class Solution(Paragraphs):
         return self.statistics.info.models
 
     @cached_property
-    def alpha(self) -> dict[str, torch.Tensor]:
-        """The merging weights, [T] float64."""
-        return {name: solved.alpha for name, solved in self.submodules.items()}
+    def alpha(self) -> Mapping[str, torch.Tensor]:
+        """The merging weights, [T] float64; for others, see ``Statistics.solution``."""
+        return MappingProxyType({name: solved.alpha for name, solved in self.submodules.items()})
 
     @cached_property
-    def retained(self) -> dict[str, torch.Tensor]:
+    def alpha_std(self) -> Mapping[str, torch.Tensor]:
+        """The standard errors of the merging weights, [T] float64, over the draws of ``bootstrap``; empty without.
+
+        They are NaN where a task has one sample, which can only be drawn again.
+        """
+        return MappingProxyType({name: drawn.std(0) for name, drawn in (self.draws or {}).items()})
+
+    @cached_property
+    def retained(self) -> Mapping[str, torch.Tensor]:
         """The share of each expert's feature change that the merge keeps on that expert's own samples, [T] float64.
 
         It is at most 1, may be negative, and is NaN where the expert changes nothing.
         """
-        return {name: solved.retained for name, solved in self.submodules.items()}
+        return MappingProxyType({name: solved.retained for name, solved in self.submodules.items()})
 
     @cached_property
     def kept(self) -> torch.Tensor:
@@ -347,7 +385,7 @@ class Solution(Paragraphs):
 
     @cached_property
     def condition(self) -> dict[str, float]:
-        """The condition number of the linear system; NaN where no expert changes anything."""
+        """The condition number of A, scaled to a unit diagonal; NaN where no expert changes anything."""
         return {name: solved.condition for name, solved in self.submodules.items()}
 
     @property
@@ -362,30 +400,47 @@ class Solution(Paragraphs):
         }
 
     def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> Solution:
-        """Add the standard errors of the merging weights, from draws of the samples with replacement.
+        """Solve again for draws of the samples with replacement, for standard errors and intervals.
 
         Args:
             repeats: the number of draws, at least 2.
             seed: what the draws depend on.
 
         Returns:
-            The same solution with ``errors``: submodule name to [T] float64, NaN where a task has one sample, which
-            can only be drawn again. Its table has them beside the weights.
+            The same solution with ``draws`` and ``alpha_std``. Its table has the standard errors beside the weights.
 
         Raises:
-            SltaError: there are fewer than two draws, or an argument is no whole number.
+            SltaError: there are fewer than two draws, an argument is no whole number, or the weights were not solved.
         """
         count, start = whole_number("repeats", repeats), whole_number("seed", seed)
         if count < 2:
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
+        if self.given:
+            raise SltaError(
+                "These merging weights were given, not solved, so the prompts lend them no standard errors."
+            )
         grams, task = self.statistics.grams, self.statistics.task
         draws = {name: bootstrap(grams[name], task, count, seed=start, **self.settings) for name in self.submodules}
-        return replace(self, errors={name: drawn.std(0) for name, drawn in draws.items()})
+        return replace(self, draws=draws)
+
+    def intervals(self, share: float | SupportsFloat = 0.9) -> dict[str, torch.Tensor]:
+        """The lowest and the highest merging weights [2, T] float64 of this share of the draws, outer ones left out.
+
+        Raises:
+            SltaError: ``bootstrap`` was not called, or ``share`` is not between 0 and 1.
+        """
+        inside = number("share", share)
+        if self.draws is None or not 0 < inside < 1:
+            raise SltaError(f"'share' is {inside:g}: give a number between 0 and 1, after a call of bootstrap.")
+        ends = torch.tensor([(1 - inside) / 2, (1 + inside) / 2], dtype=torch.float64)
+        return {name: drawn.quantile(ends, dim=0) for name, drawn in self.draws.items()}
 
     def columns(self) -> dict[str, list[Any]]:
         """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
         names = short_names(self.models)
-        by_expert = {"alpha": self.alpha} | ({"error": self.errors} if self.errors else {}) | {"keeps": self.retained}
+        by_expert = (
+            {"alpha": self.alpha} | ({"alpha_std": self.alpha_std} if self.draws else {}) | {"keeps": self.retained}
+        )
         columns: dict[str, list[Any]] = {"block": list(self.submodules)}
         for quantity, values in by_expert.items():
             numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
@@ -418,7 +473,7 @@ class Solution(Paragraphs):
         return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α")
 
     def to_json(self) -> str:
-        """The solution as JSON, undefined numbers as null, ``errors`` as ``alpha_std``."""
+        """The solution as JSON, undefined numbers as null."""
         content: dict[str, Any] = {
             "level": self.level,
             "models": self.models,
@@ -428,8 +483,8 @@ class Solution(Paragraphs):
         }
         if self.keeps_base:
             content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
-        if self.errors:
-            content["alpha_std"] = {name: error.tolist() for name, error in self.errors.items()}
+        if self.draws:
+            content["alpha_std"] = {name: error.tolist() for name, error in self.alpha_std.items()}
         return as_json(content)
 
     def table(self) -> Table:
@@ -437,7 +492,7 @@ class Solution(Paragraphs):
         columns = self.columns()
         for name in short_names(self.models):
             alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
-            pairs = zip(alpha, columns.pop(f"error {name}", [math.nan] * len(alpha)), strict=True)
+            pairs = zip(alpha, columns.pop(f"alpha_std {name}", [math.nan] * len(alpha)), strict=True)
             columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
         for title in (title for title in columns if title.startswith("keeps ")):
             columns[title] = list(map(as_score, columns[title]))
@@ -449,8 +504,10 @@ class Solution(Paragraphs):
         return Table(list(columns), rows)
 
     def notes(self) -> list[str]:
-        """Sentences on the submodules whose samples do not determine every weight."""
-        count, notes = len(self.submodules), []
+        """Sentences on the submodules whose samples do not determine every weight that was solved."""
+        count, notes = len(self.submodules), list[str]()
+        if self.given:
+            return notes
         if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
             notes.append(
                 f"In {len(ill)} of {count} blocks ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
@@ -475,7 +532,7 @@ class Solution(Paragraphs):
                 f"keeps base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"
             ]
         legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the prompts hardly determine the weights"]
-        legend += ["±: the standard error over bootstrap draws"] if self.errors else []
+        legend += ["±: alpha_std, the standard error over bootstrap draws"] if self.draws else []
         yield "; ".join(legend) + "."
         yield from (str(fallback) for fallback in self.statistics.info.fallbacks if fallback.level == self.level)
         yield from self.notes()
@@ -528,7 +585,9 @@ class Solution(Paragraphs):
         if self.task_weights:
             solved += f", task weights {':'.join(map(str, self.task_weights))}"
         lines = [
-            f"Solved with: {solved}.",
+            f"The merging weights were given, for level {self.level}."
+            if self.given
+            else f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.",
             f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}.",
             f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
         ]

@@ -14,9 +14,9 @@ from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 
-from mergekit_slta.reports.merge import intervals, kept_by_layer, kept_sentence, report, report_page
+from mergekit_slta.reports.merge import DRAWS, kept_by_layer, kept_sentence, report, report_page
 from mergekit_slta.slta.solver import pooled
-from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
 from mergekit_slta.words import as_score, plain_number
 
@@ -94,6 +94,11 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     first, _ = report_page(statistics).verdict
     assert first == "At level attn_mlp, the merge keeps 1.00 of math's feature change."
     assert report(statistics, tmp_path).is_file()
+
+
+def intervals(solution: Solution) -> torch.Tensor:
+    """The ends [2, S, T] of the 90 % intervals."""
+    return torch.stack(list(solution.bootstrap(DRAWS).intervals(0.9).values()), 1)
 
 
 @pytest.mark.parametrize("samples", [1, 4])

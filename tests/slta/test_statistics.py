@@ -106,14 +106,14 @@ def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
     assert list(solution.alpha) == statistics.submodules("layer")
     assert solution.models == tuple(MODELS)
     with_errors = solution.bootstrap(20, seed=3)
-    assert with_errors.errors is not None
     for name in solution.alpha:
         alone = solver.solve(statistics.grams[name], statistics.task, **settings)
         assert torch.equal(solution.alpha[name], alone.alpha)
         assert torch.equal(solution.retained[name], alone.retained)
         assert solution.condition[name] == alone.condition
         draws = solver.bootstrap(statistics.grams[name], statistics.task, 20, seed=3, **settings)
-        assert torch.equal(with_errors.errors[name], draws.std(0))
+        assert torch.equal(with_errors.alpha_std[name], draws.std(0))
+        assert torch.allclose(with_errors.intervals(0.8)[name], draws.quantile(torch.tensor([0.1, 0.9]).double(), 0))
     cells = [cell for row in with_errors.table().rows for cell in row if "±" in cell]
     assert len(cells) > 3 and cells[0] in repr(with_errors) and "±" not in repr(solution)
 
@@ -198,12 +198,70 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
 def test_standard_errors_stand_with_the_weights(statistics: Statistics) -> None:
     solution = statistics.solve()
     with_errors = solution.bootstrap(5)
-    errors, frame = with_errors.errors or {}, with_errors.to_frame().set_index("block")
-    assert list(frame.columns[3:6]) == ["error math", "error code", "error <b>chat"]
+    errors, frame = with_errors.alpha_std, with_errors.to_frame().set_index("block")
+    assert list(frame.columns[3:6]) == [f"alpha_std {name}" for name in ("math", "code", "<b>chat")]
     assert all(frame.loc[name].iloc[3:6].tolist() == error.tolist() for name, error in errors.items())
     assert frame.drop(columns=frame.columns[3:6]).equals(solution.to_frame().set_index("block"))
     shown = [f"{number:.3f}" for number in (solution.alpha["layer.0.attn"][0], errors["layer.0.attn"][0])]
     assert f"  {' ±'.join(shown)}  " in repr(with_errors).splitlines()[1]
+
+
+# Weights of one's own
+
+
+def kept_by_definition(statistics: Statistics, name: str, alpha: torch.Tensor, task: int) -> torch.Tensor:
+    """1 − J(α) / J(0) of an expert's task, sample by sample (DESIGN: w_x (αᵀGα − 2 αᵀG[:, a] + G[a, a]))."""
+    lost = whole = torch.zeros((), dtype=torch.float64)
+    for gram in statistics.grams[name][statistics.task == task]:
+        weight = 1 / gram.diagonal().mean()
+        lost = lost + weight * (alpha @ gram @ alpha - 2 * alpha @ gram[:, task] + gram[task, task])
+        whole = whole + weight * gram[task, task]
+    return 1 - lost / whole
+
+
+def test_weights_of_ones_own_get_their_shares_and_a_recipe(statistics: Statistics, tmp_path: Path) -> None:
+    """A number for all experts, one for each, or one for each in each block: none of them is solved."""
+    names = statistics.submodules("layer")
+    each = {name: torch.tensor([0.1, 0.2, 0.3]) + index for index, name in enumerate(names)}
+    for given in (0.4, [0.1, 0.2, 0.3], each):
+        solution = statistics.solution(given, "layer")
+        for name, alpha in solution.alpha.items():
+            expected = torch.as_tensor(given[name] if isinstance(given, dict) else given, dtype=torch.float64)
+            assert torch.equal(alpha, expected.expand(3))
+            shares = torch.stack([kept_by_definition(statistics, name, alpha, task) for task in range(3)])
+            assert torch.allclose(solution.retained[name], shares)
+        assert solution.notes() == [] and "±" not in str(solution)
+    best = statistics.solve("layer", ridge=0.1)
+    assert torch.equal(statistics.solution(best.alpha, "layer").retained["layer.1"], best.retained["layer.1"])
+    text = statistics.solution(0.4, "layer")._origin()
+    assert text[0] == "The merging weights were given, for level layer."
+    with pytest.raises(SltaError, match="were given, not solved"):
+        solution.bootstrap(10)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "words"),
+    [
+        ([0.1, 0.2], "'alpha' must be a number, or 3 numbers in the experts' order."),
+        (float("nan"), "'alpha' must be a number, or 3 numbers"),
+        ("much", "'alpha' must be a number, or 3 numbers"),
+        ({"layer.0": [1, 1, 1]}, "'alpha' must have weights for each of layer.0, layer.1, and no others."),
+    ],
+)
+def test_weights_that_fit_no_merge_are_refused(alpha: Any, words: str, statistics: Statistics) -> None:
+    with pytest.raises(SltaError, match=words):
+        statistics.solution(alpha, "layer")
+
+
+def test_a_solution_is_read_only(statistics: Statistics) -> None:
+    """A weight that is set would stand in the table and not in the recipe."""
+    solution: Any = statistics.solve("layer").bootstrap(5)
+    for mapping in (solution.alpha, solution.retained, solution.alpha_std):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            mapping["layer.0"] = torch.zeros(3)
+    for share, drawn in ((1.0, solution), (0.9, statistics.solve("layer"))):
+        with pytest.raises(SltaError, match="between 0 and 1, after a call of bootstrap"):
+            drawn.intervals(share)
 
 
 def test_nearly_dependent_experts_are_named(statistics: Statistics) -> None:
