@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
@@ -197,12 +197,14 @@ class Streams:
         self._cache: dict[tuple[int, int], _Cached] = {}
         self._following: dict[tuple[int, int], _Cached] = {}
         self._calls: dict[tuple[int, int], list[LayerCall]] = {}
+        masks: list[torch.Tensor] = []
         for stream, models in enumerate(sources):
             for model in dict.fromkeys(models):
                 edges = read_edges(decoder, model, embedding_tensors(decoder))
                 for number, batch in enumerate(self.batches):
                     if models[batch.task] is model:
-                        hidden, self._calls[stream, number] = embed(decoder, batch.token_ids, edges)
+                        hidden, calls = embed(decoder, batch.token_ids, edges)
+                        self._calls[stream, number] = with_shared_masks(calls, masks)
                         self._cache[stream, number] = _Cached(self.kept(hidden), {})
 
     @property
@@ -249,6 +251,26 @@ class Streams:
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor where it waits for its next use: on a GPU that has memory for all of them, else on the host."""
         return tensor.to(self._place)
+
+
+def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> list[LayerCall]:
+    """Calls whose attention masks [..., S, S] are parts of ``masks``, to which those that are no part are added.
+
+    All batches' calls wait, and a mask grows with the square of the length: with a sliding window, where torch's own
+    attention is given one, 64 MB for 8,192 tokens.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def shared(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim < 3 or tensor.shape[-1] != tensor.shape[-2]:
+            return tensor
+        if id(tensor) not in known:
+            parts = (mask[tuple(map(slice, tensor.shape))] for mask in masks if mask.dtype == tensor.dtype)
+            known[id(tensor)] = next((part for part in parts if torch.equal(part, tensor)), tensor)
+            masks.extend([tensor] * (known[id(tensor)] is tensor))
+        return known[id(tensor)]
+
+    return [LayerCall(*tree_map_only(torch.Tensor, shared, (call.args, call.kwargs))) for call in calls]
 
 
 class _Cached(NamedTuple):

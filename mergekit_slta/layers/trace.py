@@ -88,6 +88,8 @@ def trace_model(
 ) -> Decoder:
     """``trace`` a model that is on the meta device."""
     device = _numbered(device)
+    # Attention stays the architecture's default: torch's own, whose memory grows with the length, or, for a few such as
+    # Gemma 2 and gpt-oss, the one that has the scores of all pairs of tokens in memory. See ``_attending_causally``.
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
