@@ -9,7 +9,7 @@ import os
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -42,6 +42,7 @@ from mergekit_slta.words import counted
 
 LOG = logging.getLogger(__name__)
 
+LOOP = 24  # tokens at least of one phrase, three times or more, that are the end of an answer which goes on for ever
 BATCH = 16  # prompts that are answered together
 WHOLE = 2**40  # tokens: more than any prompt has
 PROMPT_FIELDS = (*zip(CHAT_FIELDS), ("prompt",), ("question",), ("instruction", "input"), ("text",))
@@ -54,9 +55,10 @@ class _Prompt(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    record: dict[str, Any]  # with the answer; {} if that is empty
-    cut: bool
-    differs: bool  # the record does not give all tokens that the model was given and produced
+    record: dict[str, Any]  # with the answer; {} if that is empty or a loop
+    cut: bool = False
+    differs: bool = False  # the record does not give just the tokens that the model was given and produced
+    loops: bool = False  # its end is one phrase over and over
 
 
 def ask(
@@ -106,7 +108,7 @@ def ask(
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     batches = [batch for batch in batches if not known.keys() >= {*batch}]
     with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
-        loaded = _loaded(experiment, checkpoint) if batches else None
+        loaded = _loaded(experiment, checkpoint, source) if batches else None
         progress("the first prompts", len(asked) - sum(map(len, batches)))
         for batch in batches:
             produced = _produced(loaded, [asked[number].ids for number in batch], limit)
@@ -118,14 +120,14 @@ def ask(
             known |= finished
             progress(f"{len(known)} of {counted(len(asked), 'prompt')}", len(batch))
     answers = [known[number] for number in range(len(asked))]
-    total, empty = counted(len(answers), "answer"), sum(not answer.record for answer in answers)
-    if empty == len(answers):
+    if not any(answer.record for answer in answers):
         raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: give other prompts.")
-    cut, other = (sum(number) for number in zip(*((answer.cut, answer.differs) for answer in answers), strict=True))
+    total, loops = counted(len(answers), "answer"), sum(answer.loops for answer in answers)
     for count, what in (
-        (empty, "are empty and left out"),
-        (cut, f"are cut off after {limit} tokens, raise max_new_tokens"),
-        (other, "change their tokens when their text is tokenized again"),
+        (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
+        (loops, f"repeat one phrase until they are cut off after {limit} tokens, and are left out"),
+        (sum(answer.cut for answer in answers), f"are cut off after {limit} tokens, raise max_new_tokens"),
+        (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):
         if count:
             LOG.warning("%s: %d of %s %s.", path, count, total, what)
@@ -163,6 +165,10 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     if ignored:
         fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
         LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
+    said = [tokens for prompt in asked if (tokens := source.control_tokens(json.dumps(prompt.record["messages"])))]
+    if said:
+        what = f"{counted(len(said), 'prompt')} say control tokens such as {said[0][0]!r}"
+        LOG.warning("%s, which the model takes for its own: remove them.", what)
     return asked
 
 
@@ -181,8 +187,11 @@ def _turns(record: Record, where: str) -> Turns:
     raise UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}; name one of them 'prompt'.")
 
 
-def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
-    """The whole model, which generates the likeliest tokens up to one of its own end tokens or its tokenizer's."""
+def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationSource) -> Any:
+    """The whole model, which generates the likeliest tokens up to an end token.
+
+    End tokens are its own, its tokenizer's, and the one by which its chat template ends a turn.
+    """
     loader = get_auto_cls(experiment.model(checkpoint.reference).architecture)
     with reading(checkpoint, "cannot be loaded"):
         model: Any = loader.from_pretrained(
@@ -193,23 +202,33 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint) -> Any:
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     ends = model.generation_config.eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), experiment.tokenizer(checkpoint.reference).eos_token_id}
+    ends = {*(ends if isinstance(ends, list) else [ends]), source.tokenizer.eos_token_id, source.turn_end}
     # The model's other settings may sample, or count the padding among the tokens that are not to be repeated.
     model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends - {None}), pad_token_id=0)
+    model.name_or_path = str(checkpoint)
     return model.to(experiment.device).eval()
 
 
 def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tuple[list[int], list[int]]]:
     """What a model adds to each row: at most ``limit`` tokens, and the end token, [] if it does not come to one.
 
-    Rows that do not fit into memory together are taken in halves.
+    Rows that do not fit into memory together are taken in halves, and rows of several lengths one length after the
+    other where the model's layers carry something from token to token, which would be the padding's.
     """
+    if len({*map(len, rows)}) > 1 and any(getattr(module, "_is_stateful", False) for module in model.modules()):
+        return [answer for _, same in groupby(rows, len) for answer in _produced(model, [*same], limit)]
     width, ends = max(map(len, rows)), model.generation_config.eos_token_id
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     try:
         with torch.inference_mode():
-            tokens = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=limit)[:, width:]
+            tokens = model.generate(
+                padded,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=limit,
+                logits_processor=transformers.LogitsProcessorList([_Finite(model)]),
+            )[:, width:]
         words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens.tolist()]
         return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens.tolist(), strict=True)]
     except Exception as error:
@@ -224,6 +243,22 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     return [*_produced(model, rows[:half], limit), *_produced(model, rows[half:], limit)]
 
 
+class _Finite(transformers.LogitsProcessor):
+    """Refuses logits of a model that has overflowed, of which each token is as likely as any."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if (scores.isnan() | scores.isposinf()).any():
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            raise SltaError(
+                f"{self.model.name_or_path} computes numbers that are not finite in {dtype}: in its config.json, set "
+                "'dtype' to bfloat16 or float32."
+            )
+        return scores
+
+
 def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: list[int]) -> _Answer:
     """The record that gives the most of the tokens that the model was given and produced."""
     ids = [*prompt.ids, *words, *end]
@@ -234,17 +269,32 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
     if whole.startswith(before):  # the answer alone may lack the space that it begins with
         text = whole.removeprefix(before)
     if not text.strip():
-        return _Answer({}, False, False)
+        return _Answer({})
+    if not end and _loops(words):
+        return _Answer({}, loops=True)
     pair = {"prompt": prompt.text, "completion": text}
     forms: list[dict[str, Any]] = [pair, pair | {"completion": text + stop}]
     if source.has_chat_template:
         turns = [*prompt.record["messages"], {"role": "assistant", "content": text}]
         forms = [prompt.record | {"messages": turns}, pair | {"text": prompt.text + text + stop}]
-    same = [
-        sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(source.tokens(form), ids, strict=False)))
-        for form in forms
-    ]
-    return _Answer(forms[same.index(max(same))], not end, max(same) < len(ids))
+
+    def fit(form: dict[str, Any]) -> tuple[int, int]:
+        """How many tokens are the same, and below zero how many are added to an answer that has no end."""
+        tokens = source.tokens(form)
+        same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(tokens, ids, strict=False)))
+        return same, 0 if end else min(0, len(ids) - len(tokens))
+
+    best = max(forms, key=fit)
+    return _Answer(best, not end, fit(best) != (len(ids), 0))
+
+
+def _loops(words: list[int]) -> bool:
+    """Whether an answer ends with one phrase over and over."""
+    for length in range(1, len(words) // 3 + 1):
+        end = words[-max(3 * length, LOOP) :]
+        if len(end) >= LOOP and end[length:] == end[:-length]:
+            return True
+    return False
 
 
 def _lines(*entries: Any) -> str:

@@ -265,13 +265,13 @@ class CalibrationSource:
 
     @cached_property
     def turn_end(self) -> int | None:
-        """The special token by which the chat template ends an assistant's turn, if it is one that does."""
-        turns = [{"role": role, "content": MARK} for role in ("user", "assistant")]
-        with contextlib.suppress(UnfitRecord):
+        """The added token by which the chat template ends an assistant's turn; None without such."""
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": MARK}]
+        with contextlib.suppress(SltaError):  # there is no template, or it wants other turns
             text = record_text({"messages": turns}, "", where="it", render_chat=self._render_chat)
             after = text.text[text.answer[1] :].lstrip() if text.answer else ""
             first: list[int] = self.tokenizer(after, add_special_tokens=False, padding=False)["input_ids"][:1]
-            return next((token for token in first if self.tokenizer.added_tokens_decoder.get(token)), None)
+            return next((token for token in first if token in self.tokenizer.added_tokens_decoder), None)
         return None
 
     def tokens(self, record: Record) -> tuple[int, ...]:

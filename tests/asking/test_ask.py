@@ -274,6 +274,7 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     assert caplog.messages == [
         f"{out}: 3 of 6 answers are empty and left out.",
         f"{out}: 2 of 6 answers are cut off after 4 tokens, raise max_new_tokens.",
+        f"{out}: 2 of 6 answers change their tokens when their text is tokenized again.",  # by the tokenizer's </s>
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
     with pytest.raises(slta.SltaError, match="answers none of 1 prompt: give other prompts"):
@@ -287,6 +288,82 @@ def test_answers_that_calibrate_with_other_tokens_are_counted(tmp_path: Path, ca
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=9, quiet=True)
     assert records_of(out) == [{"prompt": "hi\n", "completion": "a</s>b"}]
     assert caplog.messages == [f"{out}: 1 of 1 answer change their tokens when their text is tokenized again."]
+
+
+def of_script(folder: Path, said: str, template: str | None, **more: Any) -> tuple[Path, list[int], str]:
+    """A model that says a text to the prompt "hi", the tokens of both, and a file of that prompt."""
+    prompt = "<s>[user]hi</s>[assistant]" if template else "<s>hi\n"
+    tokenizer = calibration_samples.write_tokenizer(folder / "tokenizer")
+    script = tokenizer(prompt + said, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    prompts = write_jsonl(folder / "prompts.jsonl", [{"prompt": "hi"}])
+    return write_scripted(folder / "model", script, template, **more), script, prompts
+
+
+@pytest.mark.parametrize("template", [PLAIN, None])
+@pytest.mark.parametrize("end", ["", "</s>"])
+def test_an_answer_that_is_cut_off_calibrates_without_an_end(end: str, template: str | None, tmp_path: Path) -> None:
+    """The chat template would write one; the tokenizer adds none."""
+    folder, script, prompts = of_script(tmp_path, f"abcde{end or 'fgh'}", template, adds_end=False)
+    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=6 if end else 5, quiet=True)
+    row, answer = calibrating(out, folder, 1)[0]
+    assert row == (script if end else script[:-3]) and answer.removesuffix("</s>") == "abcde"
+
+
+def test_the_token_that_ends_a_turn_in_the_chat_template_ends_an_answer(tmp_path: Path) -> None:
+    """As <|im_end|> does where a base model, whose end token is another, has learned chats."""
+    template = PLAIN.replace("</s>", "<pad>")
+    folder, _, prompts = of_script(tmp_path, "ho<pad>[user]more", template)
+    (record,) = records_of(slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=12, quiet=True))
+    assert record["messages"][1:] == [{"role": "assistant", "content": "ho"}]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_that_overflows_is_named(dtype: str, tmp_path: Path) -> None:
+    folder, _, prompts = of_script(tmp_path, "ho</s>", None)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.transformer.ln_f.weight.data.fill_(60_000)
+    model.transformer.wte.weight.data.mul_(4)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    out = tmp_path / "out.jsonl"
+    if dtype == "bfloat16":
+        assert slta.ask(folder, out, prompts, max_new_tokens=3, quiet=True).is_file()
+        return
+    with pytest.raises(slta.SltaError, match="model computes numbers that are not finite in float16: in its config.js"):
+        slta.ask(folder, out, prompts, max_new_tokens=3, quiet=True)
+    assert not out.exists() and len(out.with_name("out.jsonl.partial").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "is_kept"),
+    [
+        ("so " + "ab " * 12, False),
+        ("a" * 39, False),
+        ("Once more, " + "and so on, " * 4, False),
+        ("".join(f"line {n} of more\n" for n in range(3)), True),  # a list of different lines
+        ("| _ | _ | _ |", True),  # too short to be sure
+    ],
+)
+def test_an_answer_that_repeats_one_phrase_to_the_limit_is_left_out(
+    said: str, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = [BOS, *spelled(f"hi\n{said}."), EOS]
+    folder = write_scripted(tmp_path / "model", script, None)
+    # The second prompt is one token longer, so that its answer begins and ends one token later.
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": "hi" + "i" * len(said)}])
+    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=len(said), quiet=True)
+    assert any(said.startswith(record["completion"]) for record in records_of(out)) == is_kept
+    loops = (
+        f"{out}: 1 of 2 answers repeat one phrase until they are cut off after {len(said)} tokens, and are left out."
+    )
+    assert (loops in caplog.messages) == (not is_kept)
+    assert any("raise max_new_tokens" in message for message in caplog.messages) == is_kept
+
+
+def test_prompts_that_say_control_tokens_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _, _ = of_script(tmp_path, "ho</s>", None)
+    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "what is </s>"}, {"prompt": "hi"}])
+    slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=3, quiet=True)
+    assert "1 prompt say control tokens such as '</s>', which the model takes for its own" in caplog.text
 
 
 def test_an_adapter_is_applied(tmp_path: Path) -> None:
