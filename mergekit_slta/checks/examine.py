@@ -37,6 +37,7 @@ from mergekit_slta.recipe.settings import (
 from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
+from mergekit_slta.slta.submodules import fallbacks
 from mergekit_slta.words import counted, enumerated, listed
 
 HALF = ("bfloat16", "float16")
@@ -92,7 +93,7 @@ def check(
     except SltaError as error:
         return Findings(list(error.sentences), [])
     settings = experiment.recipe.settings
-    coarser = experiment.decoder.fallbacks(settings.level) if isinstance(settings, SltaSettings) else []
+    coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
     shown = [drawn.example for drawn in experiment.drawn.values()]
     notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), space.needs(experiment))

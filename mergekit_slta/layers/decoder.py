@@ -22,8 +22,7 @@ import transformers
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, submodule_name
+from mergekit_slta.layers.maps import Heads
 from mergekit_slta.models.checkpoint import Weights
 from mergekit_slta.models.layout import language_names
 
@@ -435,53 +434,6 @@ class Decoder:
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
             kinds.append((modules, shapes, number if shared else None))
         return [kinds.index(kind) for kind in kinds]
-
-    # Submodules
-
-    def submodules(self, level: str, layer: int) -> list[str]:
-        """The canonical names of a level's submodules in one layer, in the order of the forward pass.
-
-        Where the layer's parts at a level cannot be told apart, they are those of the next coarser level, as
-        ``fallbacks`` says.
-
-        Raises:
-            SltaError: the logits do not follow from the last layer's output alone, at level ``model``.
-        """
-        split = self.structures[layer]
-        if level == "model":
-            if self.tail_problem:
-                raise SltaError(self.tail_problem)
-            return []
-        maps = level == "linear" and not split.of_some_tokens
-        parts = Parts(
-            branches=[branch for branch in BRANCHES if branch in split.branches],
-            heads=list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else [],
-            maps=[linear_map.name for linear_map in linear_maps(self.layers[layer])] if maps else [],
-        )
-        return [submodule_name(layer, part) for part in parts.at(level)]
-
-    def fallbacks(self, level: str) -> list[Fallback]:
-        """Which layers are measured at a coarser level than asked for, and why."""
-        coarser_layers: dict[tuple[str, str, str], list[int]] = {}
-        for layer in range(len(self)):
-            if why := self._fallback(level, layer):
-                coarser_layers.setdefault((*why, type(self.layers[layer]).__name__), []).append(layer)
-        return [
-            Fallback(level, coarser, tuple(at), kind, reason) for (coarser, reason, kind), at in coarser_layers.items()
-        ]
-
-    def _fallback(self, level: str, layer: int) -> tuple[str, str] | None:
-        """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
-        split = self.structures[layer]
-        if level == "linear":
-            if split.of_some_tokens:
-                return "layer", f"{split.of_some_tokens} is given the features of some tokens only"
-            return None if linear_maps(self.layers[layer]) else ("layer", "it has no linear maps")
-        if level in ("attn_mlp", "head_mlp") and not split.branches:
-            return "layer", "its attention and MLP branches cannot be told apart"
-        if level == "head_mlp" and split.mixers and isinstance(split.heads, str):
-            return "attn_mlp", split.heads
-        return None
 
 
 # What runs of a layer show

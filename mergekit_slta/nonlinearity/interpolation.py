@@ -19,6 +19,7 @@ from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.levels import Parts
 from mergekit_slta.models.checkpoint import Blend, Weights, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
+from mergekit_slta.slta.submodules import submodules
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
 BETWEEN = "a model between the base model and the experts"
@@ -54,12 +55,12 @@ class Interpolation(LayerMethod[Grams]):
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        no_runs = {"linear"} if Parts.of(self.decoder.submodules("linear", layer)).maps else set[str]()
+        no_runs = {"linear"} if Parts.of(submodules(self.decoder, "linear", layer)).maps else set[str]()
         features, maps = (
             LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in chosen])
             for chosen in ({*self.levels} - no_runs, no_runs)
         )
-        names = [name for level in self.levels for name in self.decoder.submodules(level, layer)]
+        names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
         measured = {name: self._no_grams() for name in names}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)

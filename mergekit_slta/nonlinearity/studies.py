@@ -26,6 +26,7 @@ from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
+from mergekit_slta.slta.submodules import submodules
 
 DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10
@@ -182,7 +183,7 @@ class Plan:
             group = "+".join(members)
             result.members[group] = members
             for level in self.levels:
-                names = [name for layer in layers for name in self.decoder.submodules(level, layer)]
+                names = [name for layer in layers for name in submodules(self.decoder, level, layer)]
                 _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
         return result
 

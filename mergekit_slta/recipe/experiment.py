@@ -203,14 +203,15 @@ class Experiment:
         """Refuse levels that the models cannot be compared at.
 
         Raises:
-            SltaError: one is no level, does not apply to a layer, or is ``model`` where vocabularies differ in size.
+            SltaError: one is no level, or is ``model`` where vocabularies differ in size, or the logits need more than
+                the last layer's output.
         """
         require_levels(levels)
         if "model" in levels:
             others = other_vocabularies(self.pairs)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
-        for layer in self.decoder.one_of_each_kind():
-            all_of(functools.partial(self.decoder.submodules, level, layer) for level in levels)
+        if (problem := self.decoder.tail_problem) and "model" in levels:
+            raise SltaError(problem)
 
     # Data
 

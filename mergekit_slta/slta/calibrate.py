@@ -33,6 +33,7 @@ from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint, Weights
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
+from mergekit_slta.slta.submodules import fallbacks, submodules
 
 LOG = logging.getLogger(__name__)
 
@@ -64,10 +65,9 @@ def calibrate(
         Submodule name to [N, T, T] float64, rows ordered by task, then by sample.
 
     Raises:
-        SltaError: a level does not apply to the models, a checkpoint's tensors or an expert's features are not finite,
-            or one sample does not fit into memory.
+        SltaError: a checkpoint's tensors or an expert's features are not finite, or a sample does not fit into memory.
     """
-    for note in (note for level in levels for note in decoder.fallbacks(level)):
+    for note in (note for level in levels for note in fallbacks(decoder, level)):
         LOG.warning("%s", note)
     calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels)
     return pass_layers(calibration, partial=partial, progress=progress)
@@ -91,7 +91,7 @@ class _Calibration(LayerMethod[Grams]):
 
     def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
         """The shapes [N, T, T] of the layer's Gram matrices."""
-        names = [name for level in self.levels for name in self.decoder.submodules(level, layer)]
+        names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
         return dict.fromkeys(names, self.shape)
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:

@@ -20,6 +20,7 @@ from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
 from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.slta.submodules import submodules
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
@@ -126,7 +127,7 @@ class LayerFeatures:
         self.decoder = decoder
         self.layer = layer
         self.weights = weights
-        names = {name for level in levels for name in decoder.submodules(level, layer)}
+        names = {name for level in levels for name in submodules(decoder, level, layer)}
         parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
         self.structure = decoder.structures[layer]

@@ -33,6 +33,7 @@ from mergekit_slta.slta.statistics_file import (
     resolve_statistics,
     versions,
 )
+from mergekit_slta.slta.submodules import fallbacks
 
 LOG = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: S
         fingerprint=Fingerprint(
             base=BaseContent(tensors=base, config=hashed_computation(config)), experts=tuple(experts)
         ),
-        fallbacks=tuple(fallback for level in levels for fallback in experiment.decoder.fallbacks(level)),
+        fallbacks=tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level)),
     )
 
 

@@ -14,6 +14,7 @@ from mergekit_slta.layers.maps import Heads, linear_maps
 from mergekit_slta.levels import Parts, head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
+from mergekit_slta.slta.submodules import submodules
 
 
 class TensorWeights:
@@ -44,7 +45,7 @@ class TensorWeights:
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
-        names = [decoder.submodules(level, layer) for layer in range(len(decoder))]
+        names = [submodules(decoder, level, layer) for layer in range(len(decoder))]
         self._parts = list(map(Parts.of, names))
         if missing := [name for inside in names for name in inside if name not in solutions]:
             raise SltaError(

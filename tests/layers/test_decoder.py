@@ -1,13 +1,13 @@
 """Layers run one at a time against the model's own forward pass, and how they split against a table made by hand."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from support import families, reference
-from support.architecture_scan import small_decoder
 from support.families import LAYERS, PAD
 from support.processes import run_python
 from support.rounding import state_rounding
@@ -153,48 +153,6 @@ def test_padding_matters_where_a_token_sees_later_ones(config: transformers.Pret
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture"), [("qwen4_exp_text", "Qwen4ExpForCausalLM"), ("dbrx", "DbrxForCausalLM")]
-)
-def test_a_child_that_ends_attention_and_feeds_the_mlp_apart_is_split_at_no_branch(
-    model_type: str, architecture: str
-) -> None:
-    """Its norm before the MLP would take attention's weight."""
-    decoder = small_decoder(model_type, architecture)
-    found = decoder.fallbacks("attn_mlp")
-    assert {layer for fallback in found for layer in fallback.layers} == {*range(len(decoder))}
-    assert {fallback.coarser for fallback in found} == {"layer"}
-
-
-class Twice(torch.nn.Module):
-    """A layer that calls its only child twice, so that nothing tells what either call adds."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.norm, self.map = layer.input_layernorm, layer.self_attn.o_proj
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return hidden_states + self.map(self.norm(hidden_states + self.map(hidden_states)))
-
-
-def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -> None:
-    def change(layers: torch.nn.ModuleList) -> None:
-        layers[1] = Twice(layers[1])
-
-    decoder = families.traced(families.changed_llama(change))
-    assert decoder.structures[0].branches and not decoder.structures[1].branches
-    for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
-        assert decoder.submodules(level, 1) == parts
-    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert decoder.fallbacks("linear") == []
-    for level in ("attn_mlp", "head_mlp"):
-        (fallback,) = decoder.fallbacks(level)
-        assert str(fallback) == (
-            f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
-            "told apart."
-        )
-
-
-@pytest.mark.parametrize(
     ("config", "words"),
     [
         (transformers.T5Config(architectures=["T5ForConditionalGeneration"]), "encoder-decoder.*actmat"),
@@ -206,17 +164,6 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
 def test_other_kinds_of_models_are_refused(config: transformers.PretrainedConfig, words: str) -> None:
     with pytest.raises(SltaError, match=words):
         trace(config)
-
-
-# Submodules
-
-
-def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
-    decoder = families.skeleton("llama")
-    assert decoder.submodules("layer", 2) == ["layer.2"]
-    assert decoder.submodules("attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    assert decoder.submodules("head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
-    assert decoder.submodules("linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
 
 
 # What it is that a model does -> its configuration, the levels that do not apply to it, and what is said of it.
@@ -242,16 +189,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {
 }
 
 
-def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
-    decoder = small_decoder("jetmoe", "JetMoeForCausalLM")
-    assert decoder.submodules("head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
-    (fallback,) = decoder.fallbacks("head_mlp")
-    assert str(fallback) == (
-        "Level head_mlp falls back to level attn_mlp in layers 0 to 3 (JetMoeDecoderLayer): its heads cannot be told "
-        "apart by its linear maps."
-    )
-
-
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case: str) -> None:
     name, arguments, levels, words = REFUSED[case]
@@ -262,11 +199,7 @@ def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case
         with pytest.raises(SltaError, match=words):
             trace(config)
         return
-    decoder = trace(config)
-    for level in levels:
-        with pytest.raises(SltaError, match=words):
-            decoder.submodules(level, 0)
-    assert decoder.submodules("layer", 0) == ["layer.0"]
+    assert re.search(words, trace(config).tail_problem or "")
 
 
 DEEPSEEK = """

@@ -16,6 +16,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import trace
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
 from mergekit_slta.layers.decoder import Decoder, LayerStructure
+from mergekit_slta.slta.submodules import fallbacks, submodules
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.
@@ -113,8 +114,8 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split(caplog: pytest.LogCap
         "Layers like this one are not split further, because its trace fails: layer 0 of Model: ValueError: There is "
         "nothing to add"
     ]
-    assert [(found.level, found.coarser) for found in decoder.fallbacks("attn_mlp")] == [("attn_mlp", "layer")]
-    assert decoder.submodules("layer", 0) == ["layer.0"]
+    assert [(found.level, found.coarser) for found in fallbacks(decoder, "attn_mlp")] == [("attn_mlp", "layer")]
+    assert submodules(decoder, "layer", 0) == ["layer.0"]
 
 
 def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:

@@ -100,6 +100,13 @@ def test_logits_of_other_vocabularies_are_not_compared(
         measure(families.experiment(content), ["layer", "model"])
 
 
+def test_logits_that_need_more_than_the_last_layer_are_not_compared(llama: Family, no_measuring: None) -> None:
+    experiment = families.experiment(recipe(llama, level="layer"))
+    experiment.decoder = replace(experiment.decoder, tail_problem="It needs the first layer too.")
+    with pytest.raises(SltaError, match="It needs the first layer too"):
+        statistics_of(experiment, ["layer", "model"])
+
+
 def test_what_is_no_level_is_refused(llama: Family, no_measuring: None) -> None:
     with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
         measured(recipe(llama), None, "layers")

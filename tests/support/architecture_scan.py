@@ -47,6 +47,7 @@ from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import weighted_sum
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.submodules import fallbacks
 from mergekit_slta.slta.weights import TensorWeights
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
@@ -309,7 +310,7 @@ def scan(case: tuple[str, str]) -> Row:
 def _trace_all(row: Row, decoder: Decoder) -> None:
     """Find the levels that fall back in some layers, and whether ``featcal`` solves most of the linear maps."""
     for level in LEVELS:
-        found = decoder.fallbacks(level)
+        found = fallbacks(decoder, level)
         row.works[level] = TRACED
         row.in_part += [level] if found else []
         row.reasons += list(map(str, found))

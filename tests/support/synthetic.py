@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.slta import submodules as of_decoder
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import (
@@ -101,7 +102,9 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
 
 def random_alpha(decoder: Decoder, level: str) -> dict[str, torch.Tensor]:
     """Merging weights of two experts for all submodules of a decoder at a level."""
-    names = [name for layer in range(len(decoder)) for name in decoder.submodules(level, layer)] or ["model"]
+    names = [name for layer in range(len(decoder)) for name in of_decoder.submodules(decoder, level, layer)] or [
+        "model"
+    ]
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(2, generator=generator, dtype=torch.float64) for name in names}
 

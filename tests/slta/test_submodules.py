@@ -1,0 +1,70 @@
+"""The submodules of real decoders at each level, and which layers fall back to a coarser one."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import families
+from support.architecture_scan import small_decoder
+
+from mergekit_slta.slta.submodules import fallbacks, submodules
+
+
+def test_submodules_come_in_the_order_of_the_forward_pass() -> None:
+    decoder = families.skeleton("llama")
+    assert submodules(decoder, "layer", 2) == ["layer.2"]
+    assert submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert submodules(decoder, "head_mlp", 1) == [*(f"layer.1.head.{head}" for head in range(4)), "layer.1.mlp"]
+    assert submodules(decoder, "linear", 0)[:2] == ["layer.0.self_attn.q_proj", "layer.0.self_attn.k_proj"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("qwen4_exp_text", "Qwen4ExpForCausalLM"), ("dbrx", "DbrxForCausalLM")]
+)
+def test_a_child_that_ends_attention_and_feeds_the_mlp_apart_is_split_at_no_branch(
+    model_type: str, architecture: str
+) -> None:
+    """Its norm before the MLP would take attention's weight."""
+    decoder = small_decoder(model_type, architecture)
+    found = fallbacks(decoder, "attn_mlp")
+    assert {layer for fallback in found for layer in fallback.layers} == {*range(len(decoder))}
+    assert {fallback.coarser for fallback in found} == {"layer"}
+
+
+class Twice(torch.nn.Module):
+    """A layer that calls its only child twice, so that nothing tells what either call adds."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.norm, self.map = layer.input_layernorm, layer.self_attn.o_proj
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return hidden_states + self.map(self.norm(hidden_states + self.map(hidden_states)))
+
+
+def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -> None:
+    def change(layers: torch.nn.ModuleList) -> None:
+        layers[1] = Twice(layers[1])
+
+    decoder = families.traced(families.changed_llama(change))
+    assert decoder.structures[0].branches and not decoder.structures[1].branches
+    for level, parts in (("attn_mlp", ["layer.1"]), ("linear", ["layer.1.map"])):
+        assert submodules(decoder, level, 1) == parts
+    assert submodules(decoder, "attn_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    assert fallbacks(decoder, "linear") == []
+    for level in ("attn_mlp", "head_mlp"):
+        (fallback,) = fallbacks(decoder, level)
+        assert str(fallback) == (
+            f"Level {level} falls back to level layer in layer 1 (Twice): its attention and MLP branches cannot be "
+            "told apart."
+        )
+
+
+def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
+    decoder = small_decoder("jetmoe", "JetMoeForCausalLM")
+    assert submodules(decoder, "head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
+    (fallback,) = fallbacks(decoder, "head_mlp")
+    assert str(fallback) == (
+        "Level head_mlp falls back to level attn_mlp in layers 0 to 3 (JetMoeDecoderLayer): its heads cannot be told "
+        "apart by its linear maps."
+    )
