@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mergekit_slta.checks.examine import check
     from mergekit_slta.errors import SltaError
     from mergekit_slta.evaluation.evaluate import evaluate
-    from mergekit_slta.host.run import MergeOptions, merge
+    from mergekit_slta.host.merge import MergeOptions, merge
     from mergekit_slta.nonlinearity.studies import linearity
     from mergekit_slta.output.publish import publish
     from mergekit_slta.output.verify import verify
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Solution, Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
-        "MergeOptions": "host.run",
+        "MergeOptions": "host.merge",
         "Options": "recipe.experiment",
         "Recipe": "recipe.recipe",
         "SltaError": "errors",
@@ -57,7 +57,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         "evaluate": "evaluation.evaluate",
         "linearity": "nonlinearity.studies",
         "measure": "slta.measure",
-        "merge": "host.run",
+        "merge": "host.merge",
         "publish": "output.publish",
         "report": "reports.merge",
         "verify": "output.verify",

@@ -54,3 +54,18 @@ def test_imports_run_down_the_floors_so_that_no_circle_can_be() -> None:
     without = {room_of(path) for path in PACKAGE.rglob("*.py")} - set(FLOOR)
     assert not without, f"give {sorted(without)} a place in FLOORS here, and in the table of docs/architecture.md"
     assert not [arrow for path in sorted(PACKAGE.rglob("*.py")) for arrow in arrows_up(path)]
+
+
+def imported(path: Path) -> set[Path]:
+    """The modules of the package that a file imports, at its top or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mergekit_slta"):
+            place = PACKAGE.parent.joinpath(*str(node.module).split("."))
+            found |= {module.with_suffix(".py") for module in (place, *(place / alias.name for alias in node.names))}
+    return found
+
+
+def test_no_two_modules_import_each_other() -> None:
+    imports = {path: imported(path) for path in PACKAGE.rglob("*.py")}
+    assert not [f"{a} and {b}" for a in imports for b in imports[a] if a in imports.get(b, ())]

@@ -372,8 +372,8 @@ def merge(recipe: Path, out: str, **options: Any) -> None:
     there. It takes all options of mergekit-yaml. Under torchrun, the processes share the calibration, and the first
     one merges.
     """
+    from mergekit_slta.host.merge import merge as merge_models
     from mergekit_slta.host.run import joined_ranks
-    from mergekit_slta.host.run import merge as merge_models
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, SupportsIndex, Unpack
+from typing import Any
 
 import click
 import transformers
@@ -30,8 +29,8 @@ from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
 from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder
-from mergekit_slta.recipe.experiment import Experiment, Options
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, loaded, plain_values
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
@@ -47,76 +46,6 @@ def register() -> None:
     for name, method in METHODS.items():
         if name not in known:
             merge_methods.register(method)
-
-
-class MergeOptions(Options, total=False):
-    """The options of a merge: those of every run, and the others of mergekit-yaml.
-
-    Attributes:
-        cuda: compute on the GPU.
-        multi_gpu: share mergekit's work among all GPUs.
-        gpu_rich: the same as ``cuda``, ``low_cpu_memory``, ``read_to_gpu`` and ``multi_gpu``.
-        read_to_gpu: read weights into the GPU's memory.
-        low_cpu_memory: keep results in the GPU's memory until they are written.
-        allow_crimes: merge models of different architectures, for methods without samples.
-        unsafe_truncate_embeddings: cut embeddings to the smallest vocabulary, which adjusts no tokenizer.
-        lora_merge_dtype: the data type to merge LoRA adapters in.
-        lazy_unpickle: read pickled checkpoints tensor by tensor.
-        out_shard_size: parameters in each file that is written; 5 billion by default.
-        copy_tokenizer: copy the base model's tokenizer; True by default.
-        write_model_card: write a README with the recipe and how the model was made; True by default.
-        safe_serialization: write safetensors files, not pickled ones; True by default.
-        clone_tensors: copy tensors before they are written, for recipes that repeat a layer.
-        async_write: write files in the background.
-        write_threads: threads that write them; 1 by default.
-        random_seed: the seed of mergekit's randomized methods.
-    """
-
-    cuda: bool
-    multi_gpu: bool
-    gpu_rich: bool
-    read_to_gpu: bool
-    low_cpu_memory: bool
-    allow_crimes: bool
-    unsafe_truncate_embeddings: bool
-    lora_merge_dtype: str | None
-    lazy_unpickle: bool
-    out_shard_size: int | SupportsIndex
-    copy_tokenizer: bool
-    write_model_card: bool
-    safe_serialization: bool
-    clone_tensors: bool
-    async_write: bool
-    write_threads: int | SupportsIndex
-    random_seed: int | SupportsIndex | None
-
-
-def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[MergeOptions]) -> Path:
-    """Merge a recipe's models, as mergekit-yaml does, with a check first that names all problems at once.
-
-    Takes recipes for mergekit's other methods too. Under torchrun all processes calibrate, and the first one merges.
-    Threads may call it: one merges at a time, and the others wait.
-
-    Args:
-        recipe: the recipe, or its file.
-        out: the folder to write to.
-        options: see ``MergeOptions``.
-
-    Returns:
-        The folder of the merged model.
-
-    Raises:
-        SltaError: the recipe, a model, the data or the disk does not allow the merge.
-    """
-    from mergekit.merge import run_merge  # not above: it may be what imports this module
-
-    from mergekit_slta.host import patches  # noqa: F401 - mergekit's planning is replaced, also without start-up files
-
-    if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
-        raise TypeError(f"merge has no option {', '.join(unknown)}.")
-    given, folder = loaded(recipe), Path(out).expanduser()
-    run(inspect.unwrap(run_merge), given.config, str(folder), plain_values(options), given.text)
-    return folder
 
 
 def run(
@@ -229,12 +158,18 @@ def _say_differences(experiment: Experiment, folder: Path) -> None:
 
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """The processes that torchrun started; all but the first are silent."""
+    """The processes that torchrun started; all but the first are silent until the end of the block."""
     with joined() as ranks:
-        if not ranks.first:
-            logging.disable(logging.WARNING)
-            transformers.utils.logging.disable_progress_bar()
-        yield ranks
+        log, disabled = transformers.utils.logging, logging.root.manager.disable
+        shown = log.is_progress_bar_enabled()
+        try:
+            if not ranks.first:
+                logging.disable(logging.WARNING)
+                log.disable_progress_bar()
+            yield ranks
+        finally:
+            logging.disable(disabled)
+            (log.enable_progress_bar if shown else log.disable_progress_bar)()
 
 
 # The words after a merge

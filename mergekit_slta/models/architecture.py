@@ -29,7 +29,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta.models.headers import Headers, Model
 from mergekit_slta.models.layout import Layout, model_tensor_name
 
-# mergekit keeps one loader of each model for the whole process: whoever merges or verifies holds this lock.
+# mergekit keeps one loader of each model for the whole process: a merge holds this lock.
 ONE_AT_A_TIME = threading.RLock()
 LAYER = re.compile(r"\.(\d+)\.")
 

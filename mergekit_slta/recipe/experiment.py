@@ -36,21 +36,13 @@ from mergekit_slta.recipe.settings import CalibrationSettings
 
 
 class Options(TypedDict, total=False):
-    """The options of a run, which every function that opens models takes, with mergekit's meanings.
+    """The options of a run, which every function that opens models takes, with mergekit's meanings."""
 
-    Attributes:
-        device: where to compute: "cpu" (the default), "cuda", or a GPU such as "cuda:1".
-        trust_remote_code: run the Python code that comes with a model (dangerous).
-        lora_merge_cache: the folder to merge LoRA adapters in; without one, adapters are refused.
-        transformers_cache: the folder for downloaded files; the Hub's own cache by default.
-        quiet: no progress bars and no notes.
-    """
-
-    device: str | torch.device
-    trust_remote_code: bool
-    lora_merge_cache: str | None
-    transformers_cache: str | None
-    quiet: bool
+    device: str | torch.device  # where to compute: "cpu" (the default), "cuda", or a GPU such as "cuda:1"
+    trust_remote_code: bool  # run the Python code that comes with a model (dangerous)
+    lora_merge_cache: str | None  # the folder to merge LoRA adapters in; without one, adapters are refused
+    transformers_cache: str | None  # the folder for downloaded files; the Hub's own cache by default
+    quiet: bool  # no progress bars and no notes
 
 
 class Experiment:

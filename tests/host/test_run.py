@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,10 +23,11 @@ from support.families import Family
 from support.merging import State, stored
 
 from mergekit_slta.data import sources
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.host import run
-from mergekit_slta.host.run import MergeOptions, merge
+from mergekit_slta.host.merge import MergeOptions, merge
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.output.verify import verify
 from mergekit_slta.recipe.recipe import Recipe
@@ -192,6 +195,14 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
     assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
     assert verify(recipe, tmp_path / "ours").problems == ()
     assert_equal(stored(tmp_path / "ours"), stored(families.merge(content, tmp_path / "theirs")))
+
+
+def test_a_process_that_was_silent_in_a_merge_is_not_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "joined", lambda: contextlib.nullcontext(Ranks(index=1, count=2)))
+    log = logging.getLogger("a trainer's")
+    with run.joined_ranks():
+        assert not log.isEnabledFor(logging.WARNING)
+    assert log.isEnabledFor(logging.WARNING)
 
 
 def test_its_options_are_mergekits() -> None:
