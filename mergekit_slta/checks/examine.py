@@ -292,6 +292,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
     else:
         yield from models.outside_the_model(base, [expert for _, expert in experiment.pairs])
+    yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
     if dtype in HALF and not isinstance(settings, FeatcalSettings):

@@ -36,6 +36,7 @@ from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
 
+PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # entries that count heads for further tokens
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What programs put before a model's names, or before those of its parts, when they wrap it for training.
 WRAPPER = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\.")
@@ -285,6 +286,17 @@ def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator
         yield (
             f"The configuration of the expert {expert} differs from that of the base model {base} in "
             f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."
+        )
+
+
+def promised_heads(model: Model) -> Iterator[str]:
+    """A configuration that promises a head for multi-token prediction, where the checkpoint has none."""
+    promised = [name for name in PROMISES if model.size(name)]
+    has = model.built is None or model.layout(model).outside or re.search("mtp|nextn|eh_proj", " ".join(model.tensors))
+    if promised and not has:
+        yield (
+            f"The config.json of {model} promises a head for multi-token prediction ({promised[0]}), which the "
+            f"checkpoint lacks: llama.cpp looks for it, unless you set '{promised[0]}' to 0 in the merged config.json."
         )
 
 

@@ -143,8 +143,8 @@ class Method(GroupMergeMethod):
         of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
         merge = self._merge if of_models else self._without_recipe
         merged = merge.tensor(group, **parameters)
-        out_dtype = merge.experiment.recipe.config.out_dtype if merge.experiment else None
-        dtype = dtype_from_name(out_dtype) if out_dtype else merged.dtype
+        out_dtype = merge.experiment.written_type(group.metadata.name or "") if merge.experiment else None
+        dtype = dtype_from_name(out_dtype) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         return merged
@@ -341,8 +341,9 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
     if damaged:
         return SltaError(
-            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values: get a sound "
-            "copy, or set 'dtype: float32' if the recipe's type cannot hold its values."
+            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values as "
+            f"{str(dtype).removeprefix('torch.')}: set 'dtype: float32' if they are too large for that type, or get a "
+            "sound copy."
         )
     return SltaError(
         f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "

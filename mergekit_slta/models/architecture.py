@@ -26,7 +26,7 @@ from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.models.headers import Headers, Model
+from mergekit_slta.models.headers import Headers, Model, own_types
 from mergekit_slta.models.layout import Layout, model_tensor_name
 
 # mergekit keeps one loader of each model for the whole process: a merge holds this lock.
@@ -64,11 +64,10 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
         headers: the checkpoint's tensors.
         config: the base model's configuration.
     """
-    axes = vocabulary_axes(base, headers, config)
+    axes, types = vocabulary_axes(base, headers, config), own_types(headers)
 
     def weight(name: str) -> WeightInfo:
-        kept = "int64" if name in headers and headers[name].integer else None  # a recipe's data type is for numbers
-        return WeightInfo(name=name, vocabulary_axis=axes.get(name), force_dtype=kept)
+        return WeightInfo(name=name, vocabulary_axis=axes.get(name), force_dtype=types.get(name))
 
     stacks: dict[str, dict[int, list[WeightInfo]]] = {}
     outside: list[WeightInfo] = []

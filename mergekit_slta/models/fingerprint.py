@@ -119,9 +119,27 @@ _INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "to
 def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
     """The entries of a configuration that may decide what the decoder's layers compute."""
     entries = config.get_text_config().to_dict().items()
-    return {
-        name: value for name, value in entries if name not in _INERT and not any(part in name for part in _INERT_PARTS)
-    }
+    return {name: value for name, value in entries if not _is_inert(name)}
+
+
+def _is_inert(name: str) -> bool:
+    return name in _INERT or any(part in name for part in _INERT_PARTS)
+
+
+def other_entries(config: transformers.PretrainedConfig, other: transformers.PretrainedConfig) -> list[str]:
+    """The names of the entries, of all parts, that may have two models compute differently, and do differ."""
+    ours, theirs = (dict(_entries(each.to_dict())) for each in (config, other))
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def _entries(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in entries.items():
+        if _is_inert(str(name)):
+            continue
+        if isinstance(value, dict) and value:
+            yield from _entries(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:

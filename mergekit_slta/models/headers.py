@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,8 +50,25 @@ class TensorHeader:
     def count(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def width(self) -> int:
+        """The bytes of a number."""
+        return self.nbytes // max(1, self.count)
+
 
 Headers = Mapping[str, TensorHeader]
+
+
+def own_types(tensors: Headers) -> dict[str, str]:
+    """The types of those tensors of a base model that a recipe's type is not for: they stay as they are.
+
+    They hold integers, or are stored wider than most: in bfloat16, a router's bias would have few values left.
+    """
+    widths = Counter(header.width for header in tensors.values() if not header.integer)
+    usual = max(widths, key=widths.__getitem__, default=0)
+    wider = {name: header.width for name, header in tensors.items() if not header.integer and header.width > usual > 1}
+    types = {name: {4: "float32", 8: "float64"}[width] for name, width in wider.items()}
+    return types | {name: "int64" for name, header in tensors.items() if header.integer}
 
 
 @dataclass(frozen=True)

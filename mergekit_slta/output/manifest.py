@@ -81,11 +81,8 @@ def describe(experiment: Experiment, solution: Solution | None = None, folder: P
         SltaError: a model or the data cannot be read.
     """
     recipe = experiment.recipe
-    base, *experts = recipe.references
     hashes = dict(zip(recipe.references, experiment.fingerprints, strict=True))
-    given, kept = expert_parameters(recipe.config), recipe.keep
-    parameters = {expert: _filled(recipe.method.expert, given[expert], SOURCES - {"samples"}) for expert in experts}
-    parameters[base] = {"samples": kept.samples, "weight": kept.weight} if kept else {}
+    parameters = _parameters(recipe)
     models = [
         MergedModel(
             name=published_name(model), revision=_revision(model), sha256=hashes[model], parameters=parameters[model]
@@ -178,6 +175,30 @@ def commit() -> str:
         asked = ["git", "-C", str(clone), "rev-parse", "HEAD"]
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
     return ""
+
+
+def of_another_recipe(made: Manifest, experiment: Experiment) -> list[str]:
+    """What a merge had that a recipe has not, a clause each, as far as the recipe and its base model show it."""
+    recipe, known = experiment.recipe, {model.name: model for model in (made.base_model, *made.models)}
+    base, *experts = (
+        known.get(name := published_name(model), MergedModel(name=name, sha256="")).model_copy(
+            update={"parameters": parameters}
+        )
+        for model, parameters in _parameters(recipe).items()
+    )
+    base = base.model_copy(update={"sha256": experiment.base.fingerprint()})
+    method, settings = recipe.config.merge_method, _settings(recipe)
+    update = {"method": method, "settings": settings, "base_model": base, "models": tuple(experts)}
+    return differences(made, made.model_copy(update=update))
+
+
+def _parameters(recipe: Recipe) -> dict[ModelReference, dict[str, Any]]:
+    """The parameters of the base model and of each expert, with the defaults filled in."""
+    given, kept = expert_parameters(recipe.config), recipe.keep
+    parameters = {recipe.base: {"samples": kept.samples, "weight": kept.weight} if kept else {}}
+    for expert in recipe.references[1:]:
+        parameters[expert] = _filled(recipe.method.expert, given[expert], SOURCES - {"samples"})
+    return parameters
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

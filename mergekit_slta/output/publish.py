@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +155,7 @@ def _checked(folder: Path, trust_remote_code: bool, quiet: bool) -> tuple[Any, R
             )
         model = open_model(ModelReference(model=ModelPath(path=str(folder))), trust_remote_code)
         complete_checkpoints([model])
-        refuse(chain(*tensor_faults(folder, model.tensors, quiet).values()))
+        refuse(tensor_faults(folder, model.tensors, quiet))
 
     def tokenizer() -> Any:
         with reading(f"The tokenizer in {folder}", fix="copy that of the base model"):

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
-import torch
 import transformers
-from mergekit.common import dtype_from_name
+from mergekit.common import ModelPath, ModelReference, dtype_from_name, get_auto_cls
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
 
+from mergekit_slta.checks.models import PROMISES, promised_heads
 from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import as_note, first_line, printable
+from mergekit_slta.errors import SltaError, as_note, first_line, printable
+from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
-from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.checkpoint import is_finite
+from mergekit_slta.models.fingerprint import other_entries
 from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES
 from mergekit_slta.models.headers import Headers, Model, folder_headers
+from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
@@ -49,7 +51,7 @@ class Verification:
             heading = f"{count} problem{'s' * (count > 1)} found, {self.tensors} tensors read."
         else:
             heading = f"Nothing is wrong with the names, shapes, data types and values of {self.tensors} tensors. "
-            heading += "transformers loads the folder, which has all tensors of the base model."
+            heading += "transformers loads the folder, which has all tensors of the model."
         return "\n".join(
             [heading, *(f"- {printable(problem)}" for problem in self.problems), *map(as_note, self.notes)]
         )
@@ -64,10 +66,10 @@ def verify(
 ) -> Verification:
     """Re-read a merged model tensor by tensor, and check that programs can use it.
 
-    Its tensors must have the names and shapes of the base model's checkpoint and the recipe's data type, and their
-    values be finite. Then transformers loads the folder without its weights, and the base model's other tensors and
-    files are looked for. The experts are not opened. mergekit's own methods choose names themselves, as do recipes with
-    slices: of these, names and shapes are left to transformers.
+    Its tensors must be those that its manifest names, by the recipe that the manifest tells of, and their values be
+    finite. transformers loads the folder, by its own configuration and without its weights; configuration and tokenizer
+    must be the base model's, but for what a merge changes. The base model's other tensors and files are looked for.
+    The experts are not opened. Merges by mergekit's own methods have no manifest.
 
     Args:
         recipe: the recipe that was merged, or its file.
@@ -84,79 +86,83 @@ def verify(
     folder, config = Path(merged).expanduser(), experiment.recipe.config
     require_finished(folder)
     base = experiment.model(config.base_model or config.referenced_models()[0])
-    stored, wanted = folder_headers(folder), _planned(experiment)
-    lost = [name for name in wanted if name not in stored]
-    strange = [name for name in stored if wanted and name not in wanted]
-    names = [name for name in stored if name not in strange]
-    has_tokenizer = experiment.recipe.tokenizer_source is not None
-    resized = vocabulary_axes(experiment.layout, wanted, base.config) if wanted and has_tokenizer else ()
-    shapes = {name: header.shape for name, header in wanted.items() if name not in resized}
-    dtype = config.out_dtype or (config.dtype if wanted else None)
-    faults = tensor_faults(folder, names, experiment.quiet, shapes, dtype)
-    problems = [f"The tensor {name} is missing." for name in lost]
-    problems += [f"The tensor {name} does not belong to the model." for name in strange]
-    problems += [fault for sentences in faults.values() for fault in sentences]
-    problems += _loading_problems(base, folder, stored, {*lost, *strange, *faults})
+    merged_model, notes = ModelReference(model=ModelPath(path=str(folder))), list[str]()
+    stored, ours = folder_headers(folder), config.merge_method in SETTINGS
+    changed = list(_not_as_merged(experiment, folder)) if ours else []
+    problems = [*changed, *tensor_faults(folder, stored, experiment.quiet)]
+    problems += [] if ours else _other_types(base, stored, config.out_dtype)
+    try:
+        written = experiment.model(merged_model)
+    except SltaError as error:
+        problems.append(str(error))
+    else:
+        problems += _loading_problems(experiment, base, written, stored, not changed)
+        notes += promised_heads(written)
+    source = experiment.recipe.tokenizer_source
+    owner = experiment.recipe.tokenizer_owner if isinstance(source, ModelReference) else base.reference
+    problems += _tokenizer_problems(experiment, owner, merged_model)
     base_folder, _ = source_folders(base.reference, experiment.options.transformers_cache)
-    notes = _lacking_files(base_folder, folder, config, has_tokenizer)
-    return Verification(tuple(problems), len(names), tuple(notes))
+    notes += _lacking_files(base_folder, folder, config, source is not None)
+    return Verification(tuple(problems), len(stored), tuple(notes))
 
 
-def _planned(experiment: Experiment) -> Headers:
-    """The base model's tensors, which a merge by a method of this package writes; none where mergekit names them."""
-    if experiment.recipe.config.merge_method not in SETTINGS or experiment.in_slices:
-        return {}
-    layout = experiment.layout
-    return {name: experiment.stored[name] for name in (*layout.pieces, *layout.outside)}
+def _not_as_merged(experiment: Experiment, folder: Path) -> Iterator[str]:
+    """In what a folder differs from what its manifest says, and the recipe from the one that was merged."""
+    made = manifest.read(folder)
+    if made is None:
+        yield f"{folder} has no {MANIFEST_OF_MERGE}, so it holds no merge by this package: is it the recipe's folder?"
+        return
+    if clauses := manifest.of_another_recipe(made, experiment):
+        yield f"{folder} holds another merge, which had {listed(clauses)}: is this the recipe of this folder?"
+    stored = manifest.tensor_table(folder) if made.tensors else {}
+    names = sorted(name for name in made.tensors | stored if stored.get(name) != made.tensors.get(name))
+    wrong = [f"{name} ({_kinds(stored.get(name))} instead of {_kinds(made.tensors.get(name))})" for name in names]
+    if wrong:
+        yield f"The tensors are not those that the merge wrote: {listed(wrong)}."
 
 
-def tensor_faults(
-    folder: Path,
-    names: Iterable[str],
-    quiet: bool,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    dtype: str | None = None,
-) -> dict[str, list[str]]:
-    """What is wrong with tensors of a folder, by their names: values, and where it is known, shape and data type."""
-    faults, of_type = dict[str, list[str]](), dict[torch.dtype, list[str]]()
-    loader, wanted = LazyTensorLoader.from_disk(str(folder)), dtype_from_name(dtype)
+def _kinds(counts: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in (counts or {"of them": 0}).items())
+
+
+def tensor_faults(folder: Path, names: Iterable[str], quiet: bool) -> Iterator[str]:
+    """Name the tensors of a folder that hold values that are not finite."""
+    loader, broken = LazyTensorLoader.from_disk(str(folder)), list[str]()
     for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=quiet):
-        tensor, shape = loader.get_tensor(name), (shapes or {}).get(name)
-        sentences = []
-        if wanted and tensor.is_floating_point() and tensor.dtype != wanted:
-            of_type.setdefault(tensor.dtype, []).append(name)
-        if shape is not None and tensor.shape != shape:
-            sentences.append(f"The tensor {name} has the shape {list(tensor.shape)}, not {list(shape)}.")
+        tensor = loader.get_tensor(name)
         if not is_finite(tensor):
-            count = int((~tensor.double().isfinite()).sum())
-            sentences.append(f"The tensor {name} has {count} values that are not finite: merge in 'dtype: float32'.")
-        if sentences:
-            faults[name] = sentences
-    for found, typed in of_type.items():
-        faults |= {name: faults.get(name, []) for name in typed}
-        verb = "is" if len(typed) == 1 else "are"
-        faults[typed[0]].append(f"{listed(typed)} {verb} of type {_name(found)}, not {dtype}.")
-    return faults
+            broken.append(f"{name} ({int((~tensor.double().isfinite()).sum())})")
+    if broken:
+        yield f"Tensors have values that are not finite: {listed(broken)}; merge in 'dtype: float32'."
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _other_types(base: Model, stored: Headers, dtype: str | None) -> Iterator[str]:
+    """Tensors of a merge by mergekit's own method that are not of the recipe's type."""
+    wanted, integers = dtype_from_name(dtype), {name for name, header in base.tensors.items() if header.integer}
+    numbers = {name: header for name, header in stored.items() if name not in integers}
+    if odd := [name for name, h in numbers.items() if h.integer or h.width != (wanted.itemsize if wanted else h.width)]:
+        yield f"{listed(odd)} are not of the type {dtype or 'that the base model has'}."
 
 
-def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collection[str]) -> Iterator[str]:
-    """Say how transformers loads a merged folder onto the meta device, which reads no weights.
+def _loading_problems(
+    experiment: Experiment, base: Model, written: Model, stored: Headers, tensors: bool
+) -> Iterator[str]:
+    """Say how transformers loads a merged folder onto the meta device, by its own configuration, reading no weights.
 
     Also named are tensors that transformers ignores, such as those of a head for multi-token prediction, where the
-    base model has them and the folder does not. Those in ``named`` have been reported.
+    base model has them and the folder does not; without ``tensors`` what is wrong with them has been said.
     """
+    may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if experiment.in_slices else ()))
+    names = [name for name in other_entries(base.config, written.config) if name.rpartition(".")[2] not in may_differ]
+    names += ["architectures"] * (base.architecture != written.architecture)
+    if names:
+        yield f"The folder's config.json differs from that of {base} in {listed(names)}: copy these entries from there."
     if base.built is None:
         return
-    layout = base.layout(base)
-    kind: Any = type(base.built)
     try:
         with _silent_transformers():
-            _, info = kind.from_pretrained(
-                folder,
+            _, info = get_auto_cls(written.architecture).from_pretrained(
+                written.folder,
                 trust_remote_code=base.trust_remote_code,
                 device_map="meta",
                 output_loading_info=True,
@@ -165,17 +171,36 @@ def _loading_problems(base: Model, folder: Path, stored: Headers, named: Collect
     except Exception as error:  # of any kind, as transformers reads the folder by code of many models
         yield f"transformers cannot load the folder ({first_line(error)})."
         return
-    if missing := sorted(name for name in info["missing_keys"] if name in layout and name not in named):
+    if not tensors:
+        return
+    outside = base.layout(base).outside
+    if missing := sorted(info["missing_keys"]):
         yield f"transformers misses {listed(missing)} in the folder, and would initialize them at random."
-    if mismatched := sorted({name for name, *_ in info["mismatched_keys"]} - {*named}):
+    if mismatched := sorted({name for name, *_ in info["mismatched_keys"]}):
         yield f"{listed(mismatched)} have other shapes than the folder's config.json gives."
-    if unexpected := sorted({*info["unexpected_keys"]} & stored.keys() - {*base.tensors, *named}):
-        yield f"transformers does not know {listed(unexpected)}, which {base} does not have."
-    if lost := sorted(name for name in layout.outside if name not in stored and name not in named):
+    if unexpected := sorted({*info["unexpected_keys"]} & stored.keys() - {*outside}):
+        yield f"transformers does not know {listed(unexpected)}."
+    if lost := sorted(name for name in outside if name not in stored):
         yield (
             f"{listed(lost)} of {base} are missing: transformers ignores them, but programs for multi-token "
             "prediction need them."
         )
+
+
+def _tokenizer_problems(experiment: Experiment, owner: ModelReference, merged: ModelReference) -> Iterator[str]:
+    """A tokenizer of the merge that cannot be used, or has other ids than that of the model that it is to be of."""
+    if not any(Path(merged.model.path, name).is_file() for name in TOKENIZER_FILES[:3]):
+        return
+    try:
+        ids = experiment.tokenizer(merged).get_vocab()
+    except SltaError as error:
+        yield str(error)
+        return
+    with suppress(SltaError):  # the owner may be gone, or have none
+        rows = experiment.model(owner).vocabulary or len(ids)
+        known = {token: index for token, index in experiment.tokenizer(owner).get_vocab().items() if index < rows}
+        if moved := sorted(token for token, index in known.items() if ids.get(token) != index):
+            yield f"The tokenizer in {merged} is not that of {owner}: it has no or another id for {listed(moved)}."
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import adapt_loaders, architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
+from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies, own_types
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -167,6 +167,14 @@ class Experiment:
         None where mergekit's own decides, because the recipe is ``in_slices``.
         """
         return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
+
+    @cached_property
+    def _own_types(self) -> dict[str, str]:
+        return {} if self.in_slices else own_types(self.stored)
+
+    def written_type(self, name: str) -> str | None:
+        """The data type that a merged tensor is written in; None for that in which it is merged."""
+        return self._own_types.get(name, self.recipe.config.out_dtype)
 
     def adapt_loaders(self) -> None:
         """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""

@@ -15,13 +15,15 @@ from support import families
 from support.adapters import write_adapter
 from support.command import run
 from support.copies import edit_tensors, edited
-from support.examining import edit_config
+from support.examining import edit_config, look, swap_ids
 from support.families import Family
 
 from mergekit_slta.output.verify import Verification, verify
 from mergekit_slta.recipe.recipe import Recipe
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
+QUERIES, BF16 = QUERY.replace("1", "*"), "BF16"
+ROTATION = {"rope_type": "default", "rope_theta": 5.0}
 Spoil = Callable[[dict[str, torch.Tensor]], object]
 
 
@@ -53,7 +55,7 @@ def test_a_sound_merge_needs_its_base_model_alone(llama: Family, merged: tuple[d
     said, note = str(found).split("\n")  # the fixture's merge is without a tokenizer
     assert said == (
         f"Nothing is wrong with the names, shapes, data types and values of {found.tensors} tensors. transformers "
-        "loads the folder, which has all tensors of the base model."
+        "loads the folder, which has all tensors of the model."
     )
     assert note.startswith("Note: tokenizer.json, tokenizer_config.json of ") and str(llama.base) in note
 
@@ -74,7 +76,9 @@ def test_a_vocabulary_that_mergekit_aligned_may_have_other_rows(llama: Family, t
     out = families.merge(content, tmp_path / "out")
     assert check(content, out).problems == ()
     del content["tokenizer"]
-    assert len(check(content, out).problems) == 2  # the embedding and the head
+    (problem,) = check(content, out).problems
+    had = "which had tokenizer_source base instead of None: is this the recipe of this folder?"
+    assert problem == f"{out} holds another merge, {had}"
 
 
 def of_mergekits_own_method(family: Family) -> dict[str, Any]:
@@ -98,11 +102,22 @@ def test_a_merge_by_mergekits_own_method(llama: Family, tmp_path: Path, sliced: 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda tensors: tensors.pop(QUERY), "is missing"),
-        (lambda tensors: tensors.update(more=torch.zeros(2)), "The tensor more does not belong to the model"),
-        (lambda tensors: tensors.update({QUERY: tensors[QUERY].float()}), "is of type float32, not bfloat16"),
-        (lambda tensors: tensors.update({QUERY: tensors[QUERY][1:].clone()}), "has the shape [31, 32], not [32, 32]"),
-        (lambda tensors: tensors[QUERY][0, :2].fill_(torch.nan), "has 2 values that are not finite"),
+        (lambda own: own.pop(QUERY), f"{QUERIES} (2 {BF16} [32, 32] instead of 3 {BF16} [32, 32])"),
+        (lambda own: own.update(more=torch.zeros(2)), "more (1 F32 [2] instead of 0 of them)"),
+        (lambda own: own.update({QUERY: own[QUERY].float()}), f"{QUERIES} (2 {BF16} [32, 32], 1 F32 [32, 32] instead "),
+        (
+            lambda own: own.update({QUERY: own[QUERY].to(torch.int8)}),
+            f"{QUERIES} (2 {BF16} [32, 32], 1 I8 [32, 32] in",
+        ),
+        (lambda own: own.update({QUERY: own[QUERY][1:].clone()}), f"{QUERIES} (1 {BF16} [31, 32], 2 {BF16} [32, 32] i"),
+        (
+            lambda own: own[QUERY][0, :2].fill_(torch.nan),
+            f"Tensors have values that are not finite: {QUERY} (2); mer",
+        ),
+        (
+            lambda own: [tensor.fill_(torch.nan) for tensor in own.values()],
+            " and 27 more; merge in 'dtype: float32'.",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(copied: tuple[dict[str, Any], Path], spoil: Spoil, said: str) -> None:
@@ -121,7 +136,8 @@ UP = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     [
         ("mixtral", lambda own: None, ""),
         ("mixtral", lambda own: own.pop("lm_head.weight"), "transformers misses lm_head.weight in the folder, and "),
-        ("mixtral", lambda own: own.update(more=torch.zeros(2)), "transformers does not know more, which "),
+        ("mixtral", lambda own: own.update(more=torch.zeros(2)), "transformers does not know more."),
+        ("mixtral", lambda own: own.update({NORM: own[NORM].to(torch.int8)}), f"{NORM} are not of the type that the "),
         ("mixtral", lambda own: own.pop(UP), "transformers cannot load the folder ("),
         ("mixtral", lambda own: own.update({NORM: torch.zeros(31)}), f"{NORM} have other shapes than the folder's "),
         ("qwen3_5", lambda own: own.pop(HEAD), f"{HEAD} of "),  # which transformers ignores
@@ -142,7 +158,100 @@ def test_a_configuration_that_transformers_cannot_load(copied: tuple[dict[str, A
     content, out = copied
     edit_config(out, num_attention_heads="four")
     (problem,) = check(content, out).problems
-    assert problem.startswith("transformers cannot load the folder (")
+    assert problem.startswith(f"transformers cannot read the config.json of {out} (")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 2}, ["differs from that of BASE in num_hidden_layers", "does not know model.layers.2."]),
+        ({"num_hidden_layers": 4}, ["differs from that of BASE in num_hidden_layers", "misses model.layers.3."]),
+        ({"hidden_act": "gelu"}, ["differs from that of BASE in hidden_act: copy these entries from there."]),
+        ({"rms_norm_eps": 0.1, "rope_parameters": ROTATION}, ["in rms_norm_eps, rope_parameters.rope_theta: copy"]),
+        ({"model_type": "nosuch"}, ["transformers cannot read the config.json of OUT ("]),
+        ({"architectures": ["LlamaModel"]}, ["of BASE in architectures", "does not know lm_head.weight."]),
+        ({"torch_dtype": "float32", "use_cache": False, "eos_token_id": 5, "transformers_version": "4"}, []),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_is_not_the_base_models(
+    changes: dict[str, Any], said: list[str], copied: tuple[dict[str, Any], Path], llama: Family
+) -> None:
+    content, out = copied
+    edit_config(out, **changes)
+    problems = check(content, out).problems
+    assert len(problems) == len(said)
+    for problem, words in zip(problems, said, strict=True):
+        assert words.replace("BASE", str(llama.base)).replace("OUT", str(out)) in problem
+
+
+def test_a_recipe_or_folder_of_another_merge(copied: tuple[dict[str, Any], Path], llama: Family) -> None:
+    """Each is one sentence, whatever it takes along."""
+    content, out = copied
+    expert = llama.experts[0]
+    asked = "is it the recipe's folder?"
+    assert [asked in problem for problem in check(content, expert).problems] == [True]
+    for change, had in (
+        ({"merge_method": "featcal"}, "which had the method slta instead of featcal"),
+        ({"parameters": {"samples": 4}}, "which had samples of expert0 3 instead of 4, "),
+        ({"out_dtype": "float16"}, "which had out_dtype bfloat16 instead of float16"),
+        ({"models": content["models"][:1]}, "which had the model "),
+    ):
+        (problem,) = check(content | change, out).problems
+        assert problem.startswith(f"{out} holds another merge, ") and had in problem
+    edit_tensors(llama_copy := Path(shutil.copytree(llama.base, out.parent / "base")), lambda own: own[QUERY].add_(1.0))
+    (problem,) = check(content | {"base_model": str(llama_copy)}, out).problems
+    assert "which had other weights of base" in problem
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda out: (out / "tokenizer.json").write_text("{"), "OUT has no usable tokenizer ("),
+        (swap_ids, "The tokenizer in OUT is not that of BASE: it has no or another id for a, b."),
+        (lambda out: None, ""),
+    ],
+)
+def test_a_tokenizer_that_is_not_the_base_models(spoil: Any, said: str, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "sftm", calibration=False)
+    out = families.merge(content, tmp_path / "out", copy_tokenizer=True)
+    spoil(out)
+    problems = check(content, out).problems
+    assert len(problems) == bool(said)
+    assert all(said.replace("BASE", str(llama.base)).replace("OUT", str(out)) in problem for problem in problems)
+
+
+@pytest.mark.parametrize("entry", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_a_promised_head_that_no_checkpoint_has(entry: str, family: Family, tmp_path: Path) -> None:
+    content = families.recipe(family, "sftm", calibration=False)
+    edit_config(family.base, **{entry: 1})
+    out = families.merge(content, tmp_path / "out", copy_tokenizer=True)
+    (note,) = check(content, out).notes
+    assert note.startswith(f"The config.json of {out} promises a head for multi-token prediction ({entry}), which the ")
+    (said,) = (note for note in look(content).notes if "multi-token" in note)
+    assert said.startswith(f"The config.json of {family.base} promises ")
+    edit_config(out, **{entry: 0})
+    assert check(content, out) == Verification((), 30)
+
+
+def test_what_a_base_model_stores_wider_stays_as_wide(family: Family, tmp_path: Path) -> None:
+    """Such as a router's bias in float32 beside bfloat16 matrices."""
+    norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(families.LAYERS)]
+    numbers = torch.linspace(6.82, 7.06, 32)
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = numbers.clone() if name in norms else tensors[name].bfloat16()
+
+    for folder in family.folders:
+        edit_tensors(folder, narrow)
+    for method, settings in (("sftm", {"calibration": False}), ("slta", {"samples": 2})):
+        content = families.recipe(family, method, **settings) | {"dtype": "float32", "out_dtype": "bfloat16"}
+        out = families.merge(content, tmp_path / method, copy_tokenizer=True)
+        stored = load_file(out / "model.safetensors")
+        assert {name for name, tensor in stored.items() if tensor.dtype == torch.float32} == {*norms}
+        assert all(torch.equal(stored[name], numbers) for name in norms)
+        assert check(content, out) == Verification((), 30)
 
 
 def test_files_that_converters_and_servers_read(family: Family) -> None:
