@@ -21,6 +21,7 @@ An expert that did not touch the matrix does not constrain it (C_t = 0) and coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -73,12 +74,14 @@ def merge_by_covariance(
     for task, weight in zip(tasks, weights, strict=True):
         if weight == 0 or not task.any():
             continue
-        exact, of_task = task.to(total.dtype), covariance(task, weight)
+        exact, scaled = task.to(total.dtype), _scaled(task)
+        share = weight / float(scaled.square().sum())
+        of_task = gram(scaled).mul_(share)
         total += of_task
         if reference is None:
             reference = exact
         elif 2 * rows < inputs:  # two products through [m, m] are less than one with C_t
-            change.addmm_((exact - reference) @ exact.T, exact, alpha=weight / float(exact.square().sum()))
+            change.addmm_((exact - reference) @ scaled.T, scaled, alpha=share)
         else:
             change.addmm_(exact - reference, of_task)
     if len(tasks) == 1 or reference is None:
@@ -92,9 +95,16 @@ def merge_by_covariance(
 
 def covariance(task: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
     """C_t [n, n] of a task matrix [m, n]; zero where the expert did not touch it."""
+    scaled = _scaled(task)
+    size = scaled.square().sum()
+    return gram(scaled).mul_(torch.where(size > 0, weight / size, 0.0))
+
+
+def _scaled(task: torch.Tensor) -> torch.Tensor:
+    """A task matrix, times a power of two where squares of its numbers would be too small or too large for the type."""
     exact = task.to(_precision(task))
-    size = exact.square().sum()
-    return gram(exact).mul_(torch.where(size > 0, weight / size, 0.0))
+    exponent = max(-100, min(math.frexp(float(exact.abs().amax()))[1], 100))
+    return exact if abs(exponent) < 30 else exact * 2.0**-exponent
 
 
 def weighted_mean(tasks: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

@@ -64,6 +64,20 @@ def test_equals_the_dense_solution(
     assert (found.change - wanted).norm() <= precision * condition * wanted.norm()
 
 
+@pytest.mark.parametrize("exponents", [(0, -145, 0), (0, 60, 0), (-145, 0, 40), (-100, -100, -100), (-70, -40, 40)])
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_changes_whose_squares_no_float32_holds_are_merged_like_others(
+    m: int, n: int, exponents: tuple[int, ...]
+) -> None:
+    tasks = [torch.randn(m, n) * 2.0**exponent for exponent in exponents]
+    wanted, found = dense_merge(tasks, 0.1), merge_by_covariance(tasks, 0.1)
+    total = torch.stack([task.double().T @ task.double() / task.double().square().sum() for task in tasks]).sum(0)
+    condition = 1 + float(torch.linalg.eigvalsh(total)[-1] / total.diagonal().mean()) / 0.1
+    precision = rounding(terms=max(m, n)) * condition
+    assert (found.covariance - total).norm() <= precision * total.norm()
+    assert (found.change - wanted).norm() <= precision * wanted.norm()
+
+
 def test_one_expert_comes_back() -> None:
     task = torch.randn(6, 9)
     for weights in (None, [0.5]):
