@@ -65,23 +65,17 @@ def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) ->
 
 
 class Merge:
-    """One merge of a recipe; a class for each method.
+    """One merge of a recipe; a class for each method."""
 
-    Attributes:
-        spec: the method as mergekit declares it.
-        solution: the merging weights, of an ``slta`` merge whose models have run.
-        kept: a sentence on what is kept of each model, of a method that knows it once its models have run.
-        page: the report that it wrote, if the recipe asks for one.
-        experiment: the opened recipe; None where mergekit merges tensors that belong to no recipe of models.
-    """
-
-    spec: ClassVar[MergeMethodSpec]
-    solution: Solution | None = None
-    kept: str = ""
-    page: Path | None = None
+    spec: ClassVar[MergeMethodSpec]  # the method as mergekit declares it
+    solution: Solution | None = None  # of an ``slta`` merge whose models have run
+    result: str = (
+        ""  # a sentence on how near the merge is to each model, if the method knows it once its models have run
+    )
+    page: Path | None = None  # the report that it wrote, if the recipe asks for one
 
     def __init__(self, experiment: Experiment | None) -> None:
-        self.experiment = experiment
+        self.experiment = experiment  # None where mergekit merges tensors that belong to no recipe of models
 
     @property
     def opened(self) -> Experiment:
@@ -172,9 +166,9 @@ class SltaMerge(Merge):
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
-        kept = [f"{name} {as_score(share)}" for name, share in shares]
-        kept += [f"the base model on its prompts {as_score(self.solution.base_kept)}"] * self.solution.keeps_base
-        self.kept = f"Share kept of each expert's feature change: {', '.join(kept)}."
+        parts = [f"{name} {as_score(share)}" for name, share in shares]
+        parts += [f"the base model on its prompts {as_score(self.solution.base_kept)}"] * self.solution.keeps_base
+        self.result = f"Share kept of each expert's feature change: {', '.join(parts)}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
@@ -202,7 +196,7 @@ class FeatcalMerge(Merge):
         tasks = [(published_name(task.reference), task.samples) for task in experiment.recipe.tasks]
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
-        self.kept = (
+        self.result = (
             "Distance between the features of the merge and of each model after the last layer, on that model's "
             f"prompts (lower is better): {', '.join(distances)}."
         )

@@ -177,8 +177,8 @@ def joined_ranks() -> Iterator[Ranks]:
 
 def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     """What is kept of each model, if the method knows it, the report's page, and the command that says more."""
-    if merge.kept:
-        yield merge.kept
+    if merge.result:
+        yield merge.result
     if merge.page:
         yield f"Report: {merge.page}"
     yield from map(as_note, endless(experiment))

@@ -42,23 +42,14 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True, repr=False)
 class Publication:
-    """What is published of a merged model; printed, it is a list.
+    """What is published of a merged model; printed, it is a list."""
 
-    Attributes:
-        repository: ``ORG/NAME`` on the Hub.
-        files: the files with their sizes in bytes.
-        left_out: what else lies in the folder, and stays there.
-        notes: what is worth knowing, one sentence each.
-        private: whether a repository that is made for it is private, or as the organization's default says.
-        address: where the model is now; None if nothing was uploaded.
-    """
-
-    repository: str
-    files: tuple[tuple[str, int], ...]
-    left_out: tuple[str, ...]
-    notes: tuple[str, ...]
-    private: bool = False
-    address: str | None = None
+    repository: str  # ``ORG/NAME`` on the Hub
+    files: tuple[tuple[str, int], ...]  # with their sizes in bytes
+    left_out: tuple[str, ...]  # what else lies in the folder, and stays there
+    notes: tuple[str, ...]  # what is worth knowing, one sentence each
+    private: bool = False  # whether a repository that is made for it is private, or as the organization's default says
+    address: str | None = None  # where the model is now; None if nothing was uploaded
 
     def __str__(self) -> str:
         size = as_size(sum(size for _, size in self.files))

@@ -45,16 +45,10 @@ TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor of mergekit's plan.
+    """A tensor of mergekit's plan."""
 
-    Attributes:
-        name: the name that filters match.
-        layer: the decoder layer's index; None outside the layers.
-        alpha: the ``T`` merging weights.
-    """
-
-    name: str
-    layer: int | None
+    name: str  # which filters match
+    layer: int | None  # None outside the decoder layers
     alpha: TensorAlpha
 
 

@@ -263,16 +263,12 @@ def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tenso
 
 
 class LeastNorm(NamedTuple):
-    """The solution of least norm of semidefinite systems, and how well the systems determine it.
+    """The solution of least norm of semidefinite systems, and how well the systems determine it."""
 
-    Attributes:
-        solution: [..., n].
-        kept: the eigenvalues [..., n] of the systems, scaled to a unit diagonal; zero where cut. Their number is the
-            rank, the largest through the smallest of them the condition number.
-    """
-
-    solution: torch.Tensor
-    kept: torch.Tensor
+    solution: torch.Tensor  # [..., n]
+    # [..., n], of the systems, scaled to a unit diagonal; zero where cut. The number of the others is the rank, the
+    # largest through the smallest of them the condition number.
+    eigenvalues: torch.Tensor
 
 
 def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> LeastNorm:
@@ -284,7 +280,7 @@ def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> LeastNorm:
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(diagonal.dtype).tiny).rsqrt(), 0.0)
     values, vectors = torch.linalg.eigh(scale[..., :, None] * matrix * scale[..., None, :])
-    kept = torch.where(values > EIGENVALUE_CUTOFF * values[..., -1:], values, 0.0)
-    inverse = torch.where(kept > 0, 1 / kept, 0.0)
+    values = torch.where(values > EIGENVALUE_CUTOFF * values[..., -1:], values, 0.0)
+    inverse = torch.where(values > 0, 1 / values, 0.0)
     coordinates = inverse * torch.einsum("...ji,...j->...i", vectors, scale * right)
-    return LeastNorm(scale * torch.einsum("...ij,...j->...i", vectors, coordinates), kept)
+    return LeastNorm(scale * torch.einsum("...ij,...j->...i", vectors, coordinates), values)

@@ -43,21 +43,13 @@ ILL_CONDITIONED = 1e6
 
 @dataclass(frozen=True, repr=False)
 class Statistics(Paragraphs):
-    """Per-prompt Gram matrices of every submodule, with the metadata of their measurement.
+    """Per-prompt Gram matrices of every submodule, with the metadata of their measurement."""
 
-    Attributes:
-        grams: submodule name to [N, T, T] float64.
-        task: [N] int64, the index of the task that the prompt came from; task t is that of expert t, task T the base
-            model's, if it has one.
-        tokens: [N] int64, the number of tokens of the prompt.
-        info: the file's metadata.
-        paths: where ``measure`` found the models, by their names in ``info``; not in the file, so empty after ``load``.
-    """
-
-    grams: dict[str, torch.Tensor]
-    task: torch.Tensor
-    tokens: torch.Tensor
-    info: Info
+    grams: dict[str, torch.Tensor]  # submodule name to [N, T, T] float64
+    task: torch.Tensor  # [N] int64, whose prompt it is: t for expert t, T for the base model, if it has a task
+    tokens: torch.Tensor  # [N] int64, the number of tokens of the prompt
+    info: Info  # the file's metadata
+    # Where ``measure`` found the models, by their names in ``info``; not in the file, so empty after ``load``.
     paths: Mapping[str, str] = field(default_factory=dict)
 
     @property

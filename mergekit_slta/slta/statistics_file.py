@@ -41,16 +41,11 @@ class CalibrationInfo(BaseModel):
 
 
 class BaseContent(BaseModel):
-    """Identifies the base model, whose layers run the weights of every model.
-
-    Attributes:
-        tensors: a hash of its tensors, as of an expert's.
-        config: the entries of its configuration that may affect the layers' results, each with a hash of its value.
-    """
+    """Identifies the base model, whose layers run the weights of every model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    tensors: str
-    config: dict[str, str]
+    tensors: str  # a hash of its tensors, as of an expert's
+    config: dict[str, str]  # the entries of its configuration that may affect the layers' results, hashed
 
 
 class Fingerprint(BaseModel):
