@@ -165,9 +165,11 @@ class SltaMerge(Merge):
         self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         for note in self.solution.notes():
             LOG.warning("%s", note)
-        shares = zip(short_names(self.solution.models), self.solution.kept.tolist(), strict=True)
+        shares = zip(short_names(self.solution.models), self.solution.retained_overall.tolist(), strict=True)
         parts = [f"{name} {as_score(share)}" for name, share in shares]
-        parts += [f"the base model on its prompts {as_score(self.solution.base_kept)}"] * self.solution.keeps_base
+        parts += [
+            f"the base model on its prompts {as_score(self.solution.kept_base_overall)}"
+        ] * self.solution.keeps_base
         self.result = f"Share kept of each expert's feature change: {', '.join(parts)}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second

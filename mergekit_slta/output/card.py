@@ -134,14 +134,14 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
 
 def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     """A row for each model; columns in which no model has anything are left out."""
-    kept = dict(zip(solution.models, solution.kept.tolist(), strict=True)) if solution else {}
+    shares = dict(zip(solution.models, solution.retained_overall.tolist(), strict=True)) if solution else {}
     if solution and solution.keeps_base:
-        kept[made.base_model.name] = solution.base_kept
+        shares[made.base_model.name] = solution.kept_base_overall
     tasks = {task.model: f"{task.prompts} of {_code(task.source)}" for task in made.tasks}
     lines = [["", "Model", "Revision", "Prompts", "Feature change kept"], ["---"] * 5]
     for reference, model in zip(recipe.references, (made.base_model, *made.models), strict=True):
         kind = "Base model" if reference == recipe.base else "Expert"
-        share = as_score(kept[model.name]) if model.name in kept else ""
+        share = as_score(shares[model.name]) if model.name in shares else ""
         lines.append([kind, _linked(reference), model.revision[:SHOWN], tasks.get(model.name, ""), share])
     columns = [column for column in zip(*lines, strict=True) if any(column[2:])]
     return "\n".join(

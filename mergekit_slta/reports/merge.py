@@ -35,7 +35,9 @@ MEANING = (
 def kept_sentence(solution: Solution) -> str:
     """How much of each expert's feature change the merge keeps, and where; and how much of the base model."""
     by_layer, clauses = kept_by_layer(solution), []
-    for number, (name, share) in enumerate(zip(short_names(solution.models), solution.kept.tolist(), strict=True)):
+    for number, (name, share) in enumerate(
+        zip(short_names(solution.models), solution.retained_overall.tolist(), strict=True)
+    ):
         clause = f"{as_score(share)} of {possessive(name)}" + " feature change" * (number == 0)
         layers = {layer: float(shares[number]) for layer, shares in by_layer.items() if not shares[number].isnan()}
         if len(layers) > 1:
@@ -44,7 +46,7 @@ def kept_sentence(solution: Solution) -> str:
         elif math.isnan(share):
             clause += " (it has none: is it a copy of the base model?)"
         clauses.append(clause)
-    clauses += [f"{as_score(solution.base_kept)} of the base model on its own task"] * solution.keeps_base
+    clauses += [f"{as_score(solution.kept_base_overall)} of the base model on its own task"] * solution.keeps_base
     return f"At level {solution.level}, the merge keeps {enumerated(clauses)}."
 
 

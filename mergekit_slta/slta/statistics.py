@@ -123,14 +123,14 @@ class Statistics(Paragraphs):
     def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:
         """``select`` by the experts' positions in ``info.models``; with the base model's task only if ``keep``."""
         chosen, info = torch.tensor(list(experts)), self.info
-        kept = info.keep if keep else None
-        tasks = [*experts, *([len(info.models)] if kept else [])]
+        base_task = info.keep if keep else None
+        tasks = [*experts, *([len(info.models)] if base_task else [])]
         rows = torch.cat([(self.task == task).nonzero().flatten() for task in tasks])
         fingerprints = tuple(info.fingerprint.experts[expert] for expert in experts)
         described = {
             "models": tuple(info.models[expert] for expert in experts),
             "calibration": tuple(info.calibration[expert] for expert in experts),
-            "keep": kept,
+            "keep": base_task,
             "fingerprint": info.fingerprint.model_copy(update={"experts": fingerprints}),
         }
         drawn = self._rows(rows)
@@ -201,18 +201,18 @@ class Statistics(Paragraphs):
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
         balance, ridge = bool(balance), number("ridge", ridge)
-        kept = 1.0 if keep_weight is None else number("keep_weight", keep_weight)
-        for name, value in {"ridge": ridge, "keep_weight": kept}.items():
+        kappa = 1.0 if keep_weight is None else number("keep_weight", keep_weight)
+        for name, value in {"ridge": ridge, "keep_weight": kappa}.items():
             if not 0 <= value < math.inf:
                 raise SltaError(f"'{name}' is {value}: give a number of at least zero.")
-        if keep_weight is not None and kept and self.info.keep is None:
+        if keep_weight is not None and kappa and self.info.keep is None:
             raise SltaError(
                 "The statistics were measured without prompts for the base model, so 'keep_weight' has no effect: list "
                 "the base model with a 'calibration' under the recipe's 'models', and measure again."
             )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
-        given: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights, "keep_weight": kept}
+        given: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights, "keep_weight": kappa}
         names = used.submodules(level)
         solved = {name: solve(used.grams[name], used.task, tokens=used.tokens, **given) for name in names}
         return Solution(used, level, solved, **given)
@@ -276,7 +276,7 @@ class Statistics(Paragraphs):
             Its path.
 
         Raises:
-            OSError: the file cannot be written; an earlier file is kept.
+            OSError: the file cannot be written; an earlier file stays as it was.
         """
         file = Path(path).expanduser()
         write_statistics(file, Measured(self.grams, self.task, self.tokens, self.info))
@@ -289,7 +289,7 @@ class Statistics(Paragraphs):
         Args:
             source: its path, the folder of a merge by ``slta``, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face
                 Hub.
-            cache_dir: where downloads are kept; the Hub's own cache by default.
+            cache_dir: the folder for downloads; the Hub's own cache by default.
 
         Returns:
             The statistics.
@@ -346,7 +346,7 @@ class Solution(Paragraphs):
         return MappingProxyType({name: solved.retained for name, solved in self.submodules.items()})
 
     @cached_property
-    def kept(self) -> torch.Tensor:
+    def retained_overall(self) -> torch.Tensor:
         """The share of each expert's feature change that the merge keeps in all submodules together, [T] float64.
 
         A submodule counts the more, the more the feature change in it is the expert's own. NaN for an expert that
@@ -369,7 +369,7 @@ class Solution(Paragraphs):
         return {name: solved.kept_base for name, solved in self.submodules.items()} if self.keeps_base else {}
 
     @cached_property
-    def base_kept(self) -> float:
+    def kept_base_overall(self) -> float:
         """``kept_base`` in all submodules together, each counted by how much the experts change it on that task."""
         solved = self.submodules.values()
         kept, shares = ([[one.kept_base] for one in solved], [[one.base_share] for one in solved])
@@ -480,7 +480,7 @@ class Solution(Paragraphs):
         return as_json(content)
 
     def table(self) -> Table:
-        """One row per submodule: merging weights with their errors, kept shares, condition; and one for all."""
+        """One row per submodule: merging weights with their standard errors, shares, condition; and one for all."""
         columns = self.columns()
         for name in short_names(self.models):
             alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
@@ -491,7 +491,7 @@ class Solution(Paragraphs):
         columns["condition"] = list(map(plain_number, columns["condition"]))
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         if len(rows) > 1:
-            shares = [*self.kept.tolist(), *([self.base_kept] if self.keeps_base else [])]
+            shares = [*self.retained_overall.tolist(), *([self.kept_base_overall] if self.keeps_base else [])]
             rows.append(["all", *("–" for _ in self.models), *map(as_score, shares), "–"])
         return Table(list(columns), rows)
 
@@ -583,17 +583,16 @@ class Solution(Paragraphs):
             f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}.",
             f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
         ]
-        for index, (name, kept) in enumerate(zip(info.models, self.kept.tolist(), strict=True)):
-            share = (
-                "it changes nothing" if math.isnan(kept) else f"the merge keeps {as_score(kept)} of its feature change"
-            )
+        for index, (name, share) in enumerate(zip(info.models, self.retained_overall.tolist(), strict=True)):
+            result = f"the merge keeps {as_score(share)} of its feature change"
+            result = "it changes nothing" if math.isnan(share) else result
             lines.append(
-                f"Expert {name}: {share}; fingerprint {info.fingerprint.experts[index]}; "
+                f"Expert {name}: {result}; fingerprint {info.fingerprint.experts[index]}; "
                 f"{int((task == index).sum())} prompts, sha256 of all measured {info.calibration[index].sha256}."
             )
         if info.keep is not None:
             lines.append(
-                f"The merge keeps {as_score(self.base_kept)} of the base model on "
+                f"The merge keeps {as_score(self.kept_base_overall)} of the base model on "
                 f"{int((task == len(info.models)).sum())} prompts of its own, with weight {self.keep_weight:g}; "
                 f"sha256 of all measured {info.keep.sha256}."
             )

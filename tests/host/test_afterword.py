@@ -42,7 +42,7 @@ def test_slta_says_what_is_kept_and_evaluates_next(
     recipe, out = write_recipe(llama, experts=(0, 1), keep={}, samples=2), tmp_path / "out put"
     kept, following = said_after(command, recipe, out)
     solution = Statistics.load(out / "mergekit-slta" / "statistics.safetensors").solve()
-    shares = [as_score(share) for share in (*solution.kept.tolist(), solution.base_kept)]
+    shares = [as_score(share) for share in (*solution.retained_overall.tolist(), solution.kept_base_overall)]
     assert re.findall(r"−?\d\.\d\d", kept) == shares and "expert0 " in kept and "base model" in kept
     assert following == f"Next: mergekit-slta evaluate '{out}/mergekit_config.yml' '{out}'"
     assert "expert expert0" in run_next(following)

@@ -38,7 +38,7 @@ def test_the_sentence_says_what_is_kept_of_each_expert_and_where() -> None:
     solution = interfering([0.25, 1.0, 4.0]).solve("layer", task_weights=[1.0, 1.0])
     kept = ", ".join(f"layer.{layer} {as_score(float(one[0]))}" for layer, one in enumerate(solution.retained.values()))
     assert kept == "layer.0 0.80, layer.1 0.50, layer.2 0.20"
-    share = as_score(float(solution.kept[0]))
+    share = as_score(float(solution.retained_overall[0]))
     where = "(from 0.20 in layer 2 to 0.80 in layer 0)"
     said = f"At level layer, the merge keeps {share} of math's feature change {where} and {share} of code's {where}."
     assert kept_sentence(solution) == said
@@ -57,7 +57,9 @@ def test_the_base_models_own_task_is_said() -> None:
     info = synthetic.info(["math", "code"], ["layer"], 1, 4, keep=keep)
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
-    assert kept_sentence(solution).endswith(f" and {as_score(solution.base_kept)} of the base model on its own task.")
+    assert kept_sentence(solution).endswith(
+        f" and {as_score(solution.kept_base_overall)} of the base model on its own task."
+    )
     page = report_page(solution)
     assert page.facts["Base model's task"] == "chat.jsonl, weight 1"
 
@@ -167,7 +169,7 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     assert list(by_layer) == [0, 1, 2]
     for task in range(3):
         expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
-        assert solution.kept[task].item() == pytest.approx(expected, abs=SOLVED_IN_FLOAT64)
+        assert solution.retained_overall[task].item() == pytest.approx(expected, abs=SOLVED_IN_FLOAT64)
         for layer, of_layer in by_layer.items():
             names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
             expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)

@@ -181,7 +181,7 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     first, *_, last, whole = table.splitlines()[1:]
     assert first.split()[1:4] == [f"{weight:.3f}" for weight in solution.alpha["layer.0.attn"].tolist()]
     assert last.split() == ["layer.1.mlp", *["0.000"] * 3, *["–"] * 4]
-    assert whole.split() == ["all", *["–"] * 3, *(f"{share:.2f}" for share in solution.kept.tolist()), "–"]
+    assert whole.split() == ["all", *["–"] * 3, *(f"{share:.2f}" for share in solution.retained_overall.tolist()), "–"]
     assert legend.startswith("math is org/math; code is org/code; <b>chat is org/<b>chat; ")
     assert note.startswith("In 1 of 4 blocks (layer.1.mlp ...)") and [note] == solution.notes()
     frame = solution.to_frame().set_index("block")
