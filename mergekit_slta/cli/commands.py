@@ -281,15 +281,14 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
 
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
     used. The first table ranks the models by accuracy, by task and on average. Accuracy is the share of prompts that a
-    model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count. "lost"
-    counts the right answers that the task's expert gives and the model does not, "gained" the reverse. On the base
-    model's prompts, models are compared with the base model instead of an expert. If all correct answers of a task have
-    the same form (valid JSON, a closing </think>, an end token), a table shows what share of each model's answers has
-    it.
+    model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count, and fewer
+    than 20 such prompts rank no model. "lost" counts the right answers that the task's expert gives and the model does
+    not, "gained" the reverse. On the base model's prompts, the base model stands for the expert.
 
-    Two more tables cover answers of any length. The first rates the likelihood of the answers: 1 is as good as the
-    task's expert, 0 as the base model. The second has the negative log-likelihood per token of the answers (lower is
-    better), or of all tokens where no answer is known.
+    The other tables cover answers of any length: the share of their tokens that a model finds the likeliest (token
+    accuracy), how many of them a model ends, their likelihood, where 1 is as good as the task's expert and 0 as the
+    base model (gain kept), and the negative log-likelihood per token (loss; lower is better). Where no answer is known,
+    all tokens count.
 
     RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. To score a merge
     with actmat or sftm, whose recipes have no prompts, name a recipe for featcal with the same experts. Each model runs

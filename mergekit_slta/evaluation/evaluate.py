@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
@@ -24,88 +23,79 @@ from mergekit_slta.tables import Paragraphs, Table, as_json, short_names
 from mergekit_slta.words import as_score, enumerated
 
 SHORT_ANSWER = 32  # tokens
+FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
-# The fields of a TaskScore in tables of pandas.
-COLUMNS = ("accuracy", "lost answers", "gained answers", "form kept", "gain kept", "negative log-likelihood")
 MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """How a model does a task.
+    """How a model does a task. What is undefined, or a limit of too few answers, is None."""
 
-    Attributes:
-        exact: the share of the short answers that greedy decoding gives; None where no prompt has one.
-        lost: how many short answers the task's expert gives (on the base model's own task, the base model), and this
-            model does not.
-        gained: how many short answers this model gives, and the task's expert does not.
-        form: the share of the answers with a form that keep it; None where no answer has one.
-        kept: the share of the expert's gain in likelihood over the base model that the model keeps, on the base model's
-            own task that of its lead over the experts' mean; None without a gain.
-        loss: negative log-likelihood per token of the answers, in nats; where no answer is known, of all tokens.
-    """
-
-    exact: float | None
+    accuracy: float | None  # the share of the short answers that greedy decoding gives
+    accuracy_low: float | None  # the limits of its 95 % interval (Wilson's)
+    accuracy_high: float | None
+    # How many short answers the task's expert gives (on the base model's own task, the base model), and this model does
+    # not; and the reverse.
     lost: int
     gained: int
-    form: float | None
-    kept: float | None
-    loss: float
+    ended: float | None  # of the answers that a special token ends, the share after which this model ends, too
+    token_accuracy: float  # the share of the answers' tokens that are the likeliest, with the answer's own before them
+    # The share of the expert's gain in likelihood over the base model that this model keeps; on the base model's task
+    # that of its lead over the experts' mean.
+    gain_kept: float | None
+    loss: float  # negative log-likelihood per token of the answers, in nats; where none is known, of all tokens
+
+
+COLUMNS = [field.name for field in fields(TaskScore)]
 
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """How the models do an expert's task, or the base model's own.
+    """How the models do an expert's task, or the base model's own."""
 
-    Attributes:
-        model: the expert, or the base model.
-        records: how many held-out prompts were used.
-        known: how many of them have a known answer; of the others all tokens are predicted.
-        answers: how many have a short answer, of at most ``SHORT_ANSWER`` tokens; on the base model's own task, only
-            those count that the base model gives.
-        forms: how many answers have a form: they close ``</think>``, are JSON, or a special token ends them.
-        tokens: how many tokens were predicted.
-        scores: each model's score.
-    """
-
-    model: str
-    records: int
-    known: int
-    answers: int
-    forms: int
-    tokens: int
-    scores: dict[str, TaskScore]
+    model: str  # the expert, or the base model
+    prompts: int  # that are held out
+    answers: int  # of them, those with a known answer; of the others all tokens are predicted
+    short_answers: int  # of at most ``SHORT_ANSWER`` tokens; on the base model's own task, those that it gives
+    ended_answers: int  # with a special token after them
+    tokens: int  # that were predicted
+    scores: dict[str, TaskScore]  # by the models' names
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Paragraphs):
-    """Merged models beside the base model and the experts; printed, it is tables.
+    """Merged models beside the base model and the experts; printed, it is tables."""
 
-    Attributes:
-        tasks: by the short names of the experts, in the recipe's order; then the base model's own, if it has one.
-        unscored: the tasks without a prompt to score, by the same names.
-    """
-
-    tasks: dict[str, TaskComparison]
-    unscored: tuple[str, ...] = ()
+    tasks: dict[str, TaskComparison]  # by the experts' short names, in the recipe's order; then the base model's own
+    unscored: tuple[str, ...] = ()  # the tasks without a prompt to score, by the same names
 
     @property
     def ranking(self) -> dict[str, TaskScore]:
-        """Each model's means over the tasks where they are defined: the most exact answers first, then the most kept.
+        """Each model's means over the tasks where they are defined: the most accurate first, then the most gain kept.
 
-        Lost and gained answers are summed. Where a task's records have no short answers, what is kept decides alone.
+        Lost and gained answers are summed. Where a task has few short answers, what is kept decides alone, and the mean
+        accuracy is without that task.
         """
         tasks = list(self.tasks.values())
-        by_answers = all(task.answers for task in tasks)
+        by_answers = all(task.short_answers >= FEW for task in tasks)
         means = {}
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
-            lost, gained = sum(score.lost for score in scores), sum(score.gained for score in scores)
-            exact, form, kept = (_mean(getattr(score, of) for score in scores) for of in ("exact", "form", "kept"))
-            means[name] = TaskScore(exact, lost, gained, form, kept, sum(score.loss for score in scores) / len(scores))
+            means[name] = TaskScore(
+                _mean(task.scores[name].accuracy for task in tasks if task.short_answers >= FEW),
+                None,
+                None,
+                sum(score.lost for score in scores),
+                sum(score.gained for score in scores),
+                _mean(score.ended for score in scores),
+                sum(score.token_accuracy for score in scores) / len(scores),
+                _mean(score.gain_kept for score in scores),
+                sum(score.loss for score in scores) / len(scores),
+            )
 
         def rank(name: str) -> tuple[float, ...]:
-            return (-(means[name].exact or 0.0) * by_answers, -(means[name].kept or 0.0), means[name].loss)
+            return (-(means[name].accuracy or 0.0) * by_answers, -(means[name].gain_kept or 0.0), means[name].loss)
 
         return {name: means[name] for name in sorted(means, key=rank)}
 
@@ -118,7 +108,7 @@ class Comparison(Paragraphs):
         return {"model": [model for model in models for _ in self.tasks], "task": [*self.tasks] * len(models)} | columns
 
     def to_json(self) -> str:
-        """The numbers as JSON; what is undefined is null."""
+        """The numbers as JSON, by the names of ``columns``; what is undefined is null."""
         return as_json(
             asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
         )
@@ -126,41 +116,44 @@ class Comparison(Paragraphs):
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
         tasks, ranking = self.tasks, self.ranking
+        few = {name: ", too few" * (task.short_answers < FEW) for name, task in tasks.items()}
+        titles = [f"{name} (n={task.short_answers}{few[name]})" for name, task in tasks.items()]
 
-        def table(cell: Callable[[TaskScore], str], *counts: str) -> Table:
+        def table(cell: Callable[[TaskScore], str], *counts: str, titles: Sequence[str] = [*tasks]) -> Table:
             rows = [
                 [name, cell(mean), *(str(getattr(mean, count)) for count in counts)]
                 + [cell(task.scores[name]) for task in tasks.values()]
                 for name, mean in ranking.items()
             ]
-            return Table(["model", "average", *counts, *tasks], rows)
+            return Table(["model", "average", *counts, *titles], rows)
 
         yield "On held-out prompts of each task, the best model first:"
-        if any(task.answers for task in tasks.values()):
+        if any(task.short_answers for task in tasks.values()):
             yield (
-                f"Accuracy: the share of answers (of at most {SHORT_ANSWER} tokens) that a model gives exactly. Lost: "
-                "answers that the task's expert gives and the model does not. Gained: the reverse"
+                f"Accuracy: the share of n answers (of at most {SHORT_ANSWER} tokens) that a model gives exactly, with "
+                f"a 95 % interval; fewer than {FEW} are too few for it and for the average. Lost: answers "
+                "that the task's expert gives and the model does not. Gained: the reverse"
             )
-            yield table(lambda score: as_score(score.exact), "lost", "gained")
-        if any(task.forms for task in tasks.values()):
-            form = "the form of the answers (a closing </think>, valid JSON, an end token)"
-            if all(mean.form == 1 for mean in ranking.values()):
-                yield f"All models keep {form}"
-            else:
-                yield f"Share of the answers in which a model keeps {form}"
-                yield table(lambda score: as_score(score.form))
-        if any(mean.kept is not None for mean in ranking.values()):
+            yield table(_with_interval, "lost", "gained", titles=titles)
+        yield (
+            "Token accuracy: the share of the answers' tokens that a model finds the likeliest after those before; it "
+            "counts answers of any length"
+        )
+        yield table(lambda score: as_score(score.token_accuracy))
+        if any(mean.ended not in (None, 1) for mean in ranking.values()):
+            yield "Ended: the share of the answers with an end token after which a model ends, too"
+            yield table(lambda score: as_score(score.ended))
+        if any(mean.gain_kept is not None for mean in ranking.values()):
             yield (
-                "Share of the expert's gain in likelihood (0 = base model, 1 = expert, below 0 = "
+                "Gain kept: the share of the expert's gain in likelihood (0 = base model, 1 = expert, below 0 = "
                 "worse than the base model); accuracy may differ"
             )
-            yield table(lambda score: as_score(score.kept))
-        yield "Negative log-likelihood per token of the answers (of all tokens where none is known); lower is better"
+            yield table(lambda score: as_score(score.gain_kept))
+        yield "Loss: negative log-likelihood per token of the answers (of all tokens without one); lower is better"
         yield table(lambda score: f"{score.loss:.4f}")
-        counts = [
-            [name, *map(str, (of.records, of.known, of.answers, of.forms, of.tokens))] for name, of in tasks.items()
-        ]
-        yield Table(["task", "prompts", "with an answer", "with a short one", "with a form", "scored tokens"], counts)
+        counts = ("prompts", "answers", "short_answers", "ended_answers", "tokens")
+        rows = [[name, *(str(getattr(task, count)) for count in counts)] for name, task in tasks.items()]
+        yield Table(["task", *(count.replace("_", " ") for count in counts)], rows)
         yield from self._notes()
 
     def _notes(self) -> Iterator[str]:
@@ -169,27 +162,25 @@ class Comparison(Paragraphs):
             yield f"Not scored, because all prompts calibrate: {enumerated(self.unscored)}. {MORE}"
         if keep := self.tasks.get(KEEP):
             yield (
-                "On the base model's prompts, the share of the gain in likelihood is 1 for the base model and 0 for "
-                "the experts' mean. Lost and gained answers compare with the base model, and accuracy counts only the "
-                "answers that the base model gives."
+                "On the base model's prompts, the gain kept is 1 for the base model and 0 for the experts' mean. Lost "
+                "and gained answers compare with the base model, and accuracy counts only the answers that it gives."
             )
-            if keep.scores[BASE].kept is None:
+            if keep.scores[BASE].gain_kept is None:
                 yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
         tasks = self.tasks
         experts = {name: task for name, task in tasks.items() if name != KEEP}
-        if long := [name for name, task in tasks.items() if task.known and not task.answers]:
+        if long := [name for name, task in tasks.items() if task.answers and not task.short_answers]:
             yield f"No accuracy on {', '.join(long)}: all answers have more than {SHORT_ANSWER} tokens."
-        if idle := [name for name, task in experts.items() if task.scores[BASE].kept is None]:
+        if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
             yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."
-        answered = {name: task.scores[_expert(name)].exact for name, task in experts.items()}
-        if weak := {name: share for name, share in answered.items() if share is not None and share < 0.5}:
+        highest = {name: task.scores[_expert(name)].accuracy_high for name, task in experts.items()}
+        if weak := [name for name, share in highest.items() if share is not None and share < 0.5]:
             yield (
-                "These experts give under half of their own task's short answers exactly: "
-                f"{', '.join(f'{name} ({as_score(share)})' for name, share in weak.items())}. Their prompts "
-                "may have another format than in training: write that format in a `template`, such as "
+                f"On their own tasks these experts give under half of the short answers: {', '.join(weak)}. Their "
+                "prompts may have another format than in training: write that format in a `template`, such as "
                 "'{prompt}{completion}' where nothing stands between the two."
             )
-        if any(task.known < task.records for task in self.tasks.values()):
+        if any(task.answers < task.prompts for task in self.tasks.values()):
             yield (
                 "Without a known answer, all tokens of a prompt are scored, which says less. Rows with `prompt` and "
                 "`completion`, or with `messages`, show the answer, and so does a `template` that ends with its field."
@@ -288,7 +279,7 @@ def _held_out(experiment: Experiment, task: Task, samples: int, recipes: Sequenc
 def _sample(row: tuple[int, ...], answer: Span | None) -> Sample:
     """A record of which the answer is predicted, as far as it is in the row; all tokens where none is known."""
     begin, end = answer or (1, len(row))
-    return Sample(row, begin, min(end, len(row)), answer is not None and end <= len(row))
+    return Sample(row, begin, min(end, len(row)), answer is not None, answer is not None and end <= len(row))
 
 
 def _task(
@@ -306,42 +297,42 @@ def _task(
         experts = [loss for name, loss in losses.items() if name.startswith(_expert(""))]
         worse, better = sum(experts) / len(experts), worse
     short = [index for index, one in enumerate(group) if one.whole and one.end - one.begin <= SHORT_ANSWER]
-    given = {name: {index for index in short if of[index].gives(group[index])} for name, of in scores.items()}
-    before = given[BASE if title == KEEP else _expert(title)]
-    counted = given[BASE] if title == KEEP else {*short}
-    forms = {
-        index: form
-        for index, (row, begin, end, whole) in enumerate(group)
-        if whole and (form := _form(row[begin:end], row[end : end + 1], tokenizer))
+    right = {
+        name: [score.right(sample) for score, sample in zip(of, group, strict=True)] for name, of in scores.items()
     }
+    given = {name: {i for i in short if of[i] == group[i].end - group[i].begin} for name, of in right.items()}
+    of_expert = given[BASE if title == KEEP else _expert(title)]
+    asked = given[BASE] if title == KEEP else {*short}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ends = {i: one.token_ids[one.end] for i, one in enumerate(group) if one.whole and one.end < len(one.token_ids)}
+    ends = {index: token for index, token in ends.items() if token in special}
 
     def of_model(name: str) -> TaskScore:
-        exact = len(given[name] & counted) / len(counted) if counted else None
-        lost, gained = len(before - given[name]), len(given[name] - before)
-        said = [score.likeliest for score in scores[name]]
-        kept_form = (form <= _form(said[index][:-1], said[index][-1:], tokenizer) for index, form in forms.items())
-        kept = (worse - losses[name]) / (worse - better) if worse > better else None
-        return TaskScore(exact, lost, gained, _mean(map(float, kept_form)), kept, losses[name])
+        exact = len(given[name] & asked) / len(asked) if asked else None
+        low, high = (None, None) if exact is None or len(asked) < FEW else _interval(exact, len(asked))
+        lost, gained = len(of_expert - given[name]), len(given[name] - of_expert)
+        ended = _mean(float(scores[name][index].likeliest[-1] == token) for index, token in ends.items())
+        gain_kept = (worse - losses[name]) / (worse - better) if worse > better else None
+        return TaskScore(exact, low, high, lost, gained, ended, sum(right[name]) / tokens, gain_kept, losses[name])
 
-    known = sum(sample.begin > 1 for sample in group)
     results = {name: of_model(name) for name in scores}
-    return TaskComparison(model, len(group), known, len(counted), len(forms), tokens, results)
+    known = sum(sample.known for sample in group)
+    return TaskComparison(model, len(group), known, len(asked), len(ends), tokens, results)
 
 
-def _form(answer: Sequence[int], after: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> set[str | int]:
-    """What of an answer's tokens is form: a closing tag, JSON, and the special token after it, if that is one."""
-    text = str(tokenizer.decode([*answer], clean_up_tokenization_spaces=False))
-    parts = {"</think>": "</think>" in text, "JSON": _is_json(text)}
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return {name for name, there in parts.items() if there} | (special & {*after})
+def _interval(share: float, number: int) -> tuple[float, float]:
+    """The limits of the 95 % interval of a share of a number of answers, by Wilson (1927)."""
+    z = 1.96
+    middle, scale = share + z * z / (2 * number), 1 + z * z / number
+    half = z * math.sqrt(share * (1 - share) / number + (z / (2 * number)) ** 2)
+    return (middle - half) / scale, (middle + half) / scale
 
 
-def _is_json(text: str) -> bool:
-    """Whether a text is a table or a list in JSON."""
-    try:
-        return isinstance(json.loads(text), (dict, list))
-    except ValueError:
-        return False
+def _with_interval(score: TaskScore) -> str:
+    """An accuracy with its interval, if it has one; a mean has none."""
+    if score.accuracy_low is None:
+        return as_score(score.accuracy)
+    return f"{as_score(score.accuracy)} ({as_score(score.accuracy_low)}–{as_score(score.accuracy_high)})"
 
 
 def _expert(title: str) -> str:

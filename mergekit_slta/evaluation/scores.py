@@ -21,35 +21,25 @@ LOGIT_POSITIONS = 1024
 
 
 class Sample(NamedTuple):
-    """A record.
+    """A record."""
 
-    Attributes:
-        token_ids: its tokens, at least two.
-        begin, end: the first token that is predicted, at least 1, and the one after the last.
-        whole: whether these tokens are the record's answer, not cut off.
-    """
-
-    token_ids: tuple[int, ...]
-    begin: int
-    end: int
-    whole: bool = False
+    token_ids: tuple[int, ...]  # at least two
+    begin: int  # the first token that is predicted, at least 1
+    end: int  # the one after the last
+    known: bool = False  # these tokens are the record's answer, as far as it is in the row
+    whole: bool = False  # they are all of it
 
 
 class Score(NamedTuple):
-    """How a model predicts a record.
+    """How a model predicts a record."""
 
-    Attributes:
-        loss: the negative log-likelihood of the predicted tokens, in nats.
-        likeliest: the likeliest token at each predicted position and after the last one, with the record's own tokens
-            before it.
-    """
+    loss: float  # the negative log-likelihood of the predicted tokens, in nats
+    likeliest: tuple[int, ...]  # at each predicted position and after the last one, with the record's own tokens before
 
-    loss: float
-    likeliest: tuple[int, ...]
-
-    def gives(self, sample: Sample) -> bool:
-        """Whether greedy decoding gives the predicted tokens, which the likeliest ones are exactly in this case."""
-        return self.likeliest[:-1] == sample.token_ids[sample.begin : sample.end]
+    def right(self, sample: Sample) -> int:
+        """How many of the predicted tokens are the likeliest; if all are, greedy decoding gives them."""
+        wanted = sample.token_ids[sample.begin : sample.end]
+        return sum(one == other for one, other in zip(self.likeliest, wanted, strict=False))
 
 
 Group = Sequence[Sample]

@@ -320,7 +320,7 @@ def test_the_token_that_ends_a_turn_in_the_chat_template_ends_an_answer(tmp_path
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_model_that_overflows_is_named(dtype: str, tmp_path: Path) -> None:
     folder, _, prompts = of_script(tmp_path, "ho</s>", None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.transformer.ln_f.weight.data.fill_(60_000)
     model.transformer.wte.weight.data.mul_(4)
     model.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -80,9 +80,9 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
                     slta.merge(slta.Recipe(content), out / label, quiet=True)
                 compared = slta.evaluate(slta.Recipe(with_data), [out / label for label in MERGES], quiet=True)
                 for label in MERGES:
-                    found.setdefault(label, []).append(compared.ranking[label].exact or 0.0)
+                    found.setdefault(label, []).append(compared.ranking[label].accuracy or 0.0)
                 for task in TASKS:
-                    alone = compared.tasks[task].scores[f"expert {task}"].exact or 0.0
+                    alone = compared.tasks[task].scores[f"expert {task}"].accuracy or 0.0
                     found.setdefault("each adapter alone", []).append(alone)
         click.echo("from one beginning" if shared else "each from its own beginning")
         for label, scores in found.items():

@@ -18,9 +18,11 @@ from support.calibration_samples import BOS, EOS, spelled, write_jsonl, write_sc
 from support.command import run
 from support.families import Family
 from support.rounding import IN_FLOAT64, state_rounding
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.evaluation import evaluate as module
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.evaluation.scores import Sample
 from mergekit_slta.files import RECIPE_OF_MERGE
@@ -71,20 +73,25 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
             prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
             answer = tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
             samples.append(Sample((*prompt, *answer), len(prompt), len(prompt) + len(answer)))
-        assert (task.model, task.records, task.answers) == (f"expert{index}", 4, 4)
+        assert (task.model, task.prompts, task.short_answers) == (f"expert{index}", 4, 4)
         assert task.tokens == sum(sample.end - sample.begin for sample in samples)
         assert list(task.scores) == [*models, *merged]
         for name, model in models.items():
-            losses, _, exact = zip(*reference(model, samples), strict=True)
+            losses, likeliest, exact = zip(*reference(model, samples), strict=True)
             assert task.scores[name].loss == pytest.approx(sum(losses) / task.tokens, abs=state_rounding())
-            assert task.scores[name].exact == sum(exact) / 4
+            assert task.scores[name].accuracy == sum(exact) / 4
+            right = [
+                sum(one == sample.token_ids[sample.begin + place] for place, one in enumerate(found[:-1]))
+                for sample, found in zip(samples, likeliest, strict=True)
+            ]
+            assert task.scores[name].token_accuracy == sum(right) / task.tokens
         assert task.scores[merged[0]] == task.scores["expert expert1"] and task.scores[merged[1]] == task.scores["base"]
         loss = {name: score.loss for name, score in task.scores.items()}
         gain = loss["base"] - loss[f"expert expert{index}"]
         kept = [
             pytest.approx((loss["base"] - own) / gain, abs=IN_FLOAT64) if gain > 0 else None for own in loss.values()
         ]
-        assert [score.kept for score in task.scores.values()] == kept
+        assert [score.gain_kept for score in task.scores.values()] == kept
 
 
 def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
@@ -102,17 +109,16 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert expert.loss == merged[0].loss == pytest.approx(whole["expert expert0"].loss, abs=state_rounding())
     lost = expert.loss - base.loss
     kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost, abs=IN_FLOAT64)] if lost > 0 else [None] * 3
-    assert [score.kept for score in merged] == kept
-    assert base.exact in (1.0, None)  # of the answers that the base model gives
-    assert "the share of the gain in likelihood is 1 for the base model" in str(found)
+    assert [score.gain_kept for score in merged] == kept
+    assert base.accuracy in (1.0, None)  # of the answers that the base model gives
+    assert "the gain kept is 1 for the base model" in str(found)
 
 
-ANSWER = '{"a":1}'
-THOUGHT = "<think>a</think>b"
+ANSWER, OTHER = "a is 1", "b is 3"
 
 
-def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_keep_their_form(tmp_path: Path) -> None:
-    """Models that say a script after every prompt of one letter, on answers with three forms."""
+def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(tmp_path: Path) -> None:
+    """Models that say a script after every prompt of one letter."""
 
     def model(name: str, says: str, ends: bool = True) -> Path:
         return write_scripted(tmp_path / name, [BOS, *spelled(f"x\n{says}"), EOS if ends else spelled(".")[0]], None)
@@ -120,38 +126,64 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_keep
     pairs = [(letter, ANSWER if number % 3 else ANSWER.replace("1", "2")) for number, letter in enumerate("abcdefghi")]
     records = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
     sources = (
-        write_jsonl(tmp_path / "json.jsonl", records),
-        write_jsonl(tmp_path / "think.jsonl", [{"prompt": letter, "completion": THOUGHT} for letter in "abcd"]),
+        write_jsonl(tmp_path / "a.jsonl", records),
+        write_jsonl(tmp_path / "b.jsonl", [{"prompt": letter, "completion": OTHER} for letter in "abcd"]),
     )
     held_out = random.Random(0).sample(pairs, len(pairs))[1:]
     ones, twos = (sum(letter in answer for _, answer in held_out) for letter in "12")
     assert ones > 1 and twos > 1
-    base, expert = model("base", THOUGHT), model("expert", ANSWER)
+    base, expert = model("base", OTHER), model("expert", ANSWER)
     outs = [
         model("other", ANSWER.replace("1", "2")),
-        model("broken", ANSWER.replace("}", "]")),
+        model("broken", ANSWER.replace("a", "b")),
         model("endless", ANSWER, ends=False),
-        model("closing", "<wxyzw>a</think>c"),
-        model("open", THOUGHT.replace("/", "x")),
     ]
     content = families.recipe_of(base, {str(expert): sources[0], str(base): sources[1]}, samples=1, max_tokens=30)
     tasks = evaluate(content, outs, quiet=True).tasks
     task, keep = tasks["expert"], tasks["base model"]
-    assert (task.forms, task.answers, keep.forms, keep.answers) == (8, 8, 3, 3)
+    assert (task.ended_answers, task.short_answers, keep.ended_answers, keep.short_answers) == (8, 8, 3, 3)
 
     def of(task: TaskComparison, name: str) -> tuple[float | None, int, int, float | None]:
         score = task.scores[name]
-        return score.exact, score.lost, score.gained, score.form
+        return score.accuracy, score.lost, score.gained, score.ended
 
-    assert of(task, "base") == (0, ones, 0, 0)
+    assert of(task, "base") == (0, ones, 0, 1)
     assert of(task, "expert expert") == (ones / 8, 0, 0, 1)
     assert of(task, "other") == (twos / 8, ones, twos, 1)
-    assert of(task, "broken") == (0, ones, 0, 0)
+    assert of(task, "broken") == (0, ones, 0, 1)
     assert of(task, "endless") == (ones / 8, 0, 0, 0)
     assert of(keep, "base") == (1, 0, 0, 1)
-    assert of(keep, "closing") == (0, 3, 0, 1)
-    assert of(keep, "open") == (0, 3, 0, 0)
-    assert of(keep, "expert expert") == (0, 3, 0, 0)
+    assert of(keep, "expert expert") == (0, 3, 0, 1)
+    # The last letter of the five others is wrong where the answer has the other number, and "a" is a letter of six.
+    letters = {"expert expert": 6 * ones + 5 * twos, "other": 5 * ones + 6 * twos, "broken": 5 * ones + 4 * twos}
+    assert {name: task.scores[name].token_accuracy for name in letters} == {
+        name: count / 48 for name, count in letters.items()
+    }
+
+
+def test_an_answer_of_the_second_token_is_known(tmp_path: Path) -> None:
+    """A prompt of one token, where the tokenizer adds none at the beginning."""
+    base, expert = (write_scripted(tmp_path / name, [BOS, *spelled("abcd"), EOS], None) for name in ("base", "expert"))
+    for folder in (base, expert):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        only_ends = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", EOS)])
+        tokenizer.backend_tokenizer.post_processor = only_ends
+        tokenizer.save_pretrained(folder)
+    records = [{"prompt": "a ", "completion": f"b{n}"} for n in range(3)] + [{"prompt": "\n", "completion": "b"}]
+    source = write_jsonl(tmp_path / "a.jsonl", records)
+    task = evaluate(families.recipe_of(base, {str(expert): source}, samples=1), expert, quiet=True).tasks["expert"]
+    assert (task.prompts, task.answers) == (3, 3)
+    assert "Without a known answer" not in str(Comparison({"expert": task}))
+
+
+@pytest.mark.parametrize(("right", "number"), [(0, 20), (15, 20), (50, 50), (77, 100)])
+def test_an_interval_holds_the_shares_that_would_give_this_one(right: int, number: int) -> None:
+    """Wilson's: at its limits, the share that was found is 1.96 standard deviations away."""
+    limits = module._interval(right / number, number)
+    for limit in limits:
+        variance = limit * (1 - limit) / number
+        assert (right / number - limit) ** 2 == pytest.approx(1.96**2 * variance, abs=IN_FLOAT64)
+    assert limits[0] <= right / number <= limits[1]
 
 
 @pytest.mark.parametrize(
@@ -169,71 +201,111 @@ def test_records_with_a_short_answer_that_is_not_cut_off_are_scored_by_it(
     family = make_family(chat_template=CHAT)
     write_pairs(family, record)
     found = evaluate(recipe_of(family, **{"max_tokens": 100} | settings), family.base, quiet=True)
-    assert found.tasks["expert0"].answers == answers
+    assert found.tasks["expert0"].short_answers == answers
 
 
 Row = tuple[str, float | None, float | None, float]
 
 
-def scores_of(*rows: Row, changes: tuple[int, int] = (0, 0), form: float | None = None) -> dict[str, TaskScore]:
-    return {name: TaskScore(exact, *changes, form, kept, loss) for name, exact, kept, loss in rows}
+def scores_of(
+    *rows: Row, changes: tuple[int, int] = (0, 0), ended: float | None = None, width: float | None = None
+) -> dict[str, TaskScore]:
+    return {
+        name: TaskScore(
+            accuracy,
+            None if width is None or accuracy is None else accuracy - width,
+            None if width is None or accuracy is None else accuracy + width,
+            *changes,
+            ended,
+            loss / 10,
+            gain_kept,
+            loss,
+        )
+        for name, accuracy, gain_kept, loss in rows
+    }
+
+
+def compared(few: bool) -> Comparison:
+    """Two tasks, of which the first has few short answers or enough."""
+    return Comparison({
+        "<b>math": TaskComparison("x/<b>math", 50, 50, 4 if few else 40, 2, 60, scores_of(
+            ("base", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
+            ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0), changes=(2, 1), ended=0.5, width=None if few else 0.1,
+        )),
+        "code": TaskComparison("x/code", 50, 40, 30, 0, 70, scores_of(
+            ("base", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
+            ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0), changes=(10, 0), width=0.0,
+        )),
+    }, ("words",))  # fmt: skip
 
 
 def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods_apart() -> None:
-    tasks = {
-        "<b>math": TaskComparison("x/<b>math", 5, 5, 4, 2, 60, scores_of(
-            ("base", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
-            ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0), changes=(2, 1), form=0.5,
-        )),
-        "code": TaskComparison("x/code", 5, 4, 4, 0, 70, scores_of(
-            ("base", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
-            ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0), changes=(10, 0),
-        )),
-    }  # fmt: skip
-    found = Comparison(tasks, ("words",))
+    found = compared(few=False)
     text = str(found)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     header = "model average <b>math code"
-    answers = lines.index("model average lost gained <b>math code")
+    answers = lines.index("model average lost gained <b>math (n=40) code (n=30)")
     assert lines[answers + 1 : answers + 6] == [
-        "a 0.75 12 1 0.50 1.00",
-        "expert <b>math 0.50 12 1 1.00 0.00",
-        "b 0.50 12 1 0.00 1.00",
-        "base 0.38 12 1 0.25 0.50",
-        "expert code 0.10 12 1 0.00 0.20",
+        "a 0.75 12 1 0.50 (0.40–0.60) 1.00 (1.00–1.00)",
+        "expert <b>math 0.50 12 1 1.00 (0.90–1.10) 0.00 (0.00–0.00)",
+        "b 0.50 12 1 0.00 (−0.10–0.10) 1.00 (1.00–1.00)",
+        "base 0.38 12 1 0.25 (0.15–0.35) 0.50 (0.50–0.50)",
+        "expert code 0.10 12 1 0.00 (−0.10–0.10) 0.20 (0.20–0.20)",
     ]
-    forms = lines.index(header, answers)
-    gains = lines.index(header, forms + 1)
-    assert lines[forms + 1] == "a 0.50 0.50 –"
+    tokens = lines.index(header, answers)
+    ended = lines.index(header, tokens + 1)
+    gains = lines.index(header, ended + 1)
+    assert lines[tokens + 1] == "a 0.20 0.30 0.10" and lines[ended + 1] == "a 0.50 0.50 –"
     assert lines[gains + 1 : gains + 4] == ["a 0.50 0.50 –", "expert <b>math 1.00 1.00 –", "b −0.50 −0.50 –"]
-    assert "a 2.0000 3.0000 1.0000" in lines and "code 5 4 4 0 70" in lines
+    assert "a 2.0000 3.0000 1.0000" in lines and "code 50 40 30 0 70" in lines
     joined = " ".join(text.split())
     for said in (
         "because all prompts calibrate: words. Add prompts (60 or more",
         "The expert is no better than the base model, so its gain is not defined, on: code.",
         "all tokens of a prompt are scored",
-        "under half of their own task's short answers exactly: code (0.20)",
+        "On their own tasks these experts give under half of the short answers: code.",
     ):
         assert said in joined
     written = json.loads(found.to_json())
-    of_a = {"exact": 0.75, "lost": 12, "gained": 1, "form": 0.5, "kept": 0.5, "loss": 2.0}
+    of_a: dict[str, Any] = {
+        "accuracy": 0.75,
+        "accuracy_low": None,
+        "accuracy_high": None,
+        "lost": 12,
+        "gained": 1,
+        "ended": 0.5,
+    }
+    of_a |= {"token_accuracy": (0.3 + 0.1) / 2, "gain_kept": 0.5, "loss": 2.0}
     assert written["ranking"][0] == {"model": "a"} | of_a
-    assert written["tasks"]["code"]["scores"]["a"]["kept"] is None
+    assert written["tasks"]["code"]["scores"]["a"]["gain_kept"] is None
     frame = found.to_frame().set_index(["task", "model"])
-    assert len(frame) == 10 and frame.loc[("<b>math", "b")].tolist() == [0.0, 2, 1, 0.5, -0.5, 5.0]
+    assert len(frame) == 10 and [*frame.columns] == [*of_a]
+    assert frame.loc[("<b>math", "b")].tolist() == [0.0, -0.1, 0.1, 2, 1, 0.5, 0.5, -0.5, 5.0]
+
+
+def test_few_short_answers_rank_no_model_and_are_no_part_of_its_mean() -> None:
+    found = compared(few=True)
+    lines = [" ".join(line.split()) for line in str(found).splitlines()]
+    answers = lines.index("model average lost gained <b>math (n=4, too few) code (n=30)")
+    assert lines[answers + 1 : answers + 3] == [
+        "expert <b>math 0.00 12 1 1.00 0.00 (0.00–0.00)",
+        "a 1.00 12 1 0.50 1.00 (1.00–1.00)",
+    ]
+    assert found.ranking["a"].accuracy == 1.0
+    only = Comparison({"<b>math": found.tasks["<b>math"]})
+    assert only.ranking["a"].accuracy is None and "a – 2 1 0.50" in [" ".join(s.split()) for s in str(only).split("\n")]
 
 
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
     rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
-    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, form=1.0))})
+    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, ended=1.0))})
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 0.50 0.50" in [" ".join(line.split()) for line in str(found).splitlines()]
     assert "No accuracy on math: all answers have more than 32 tokens." in str(found)
-    assert "Accuracy" not in str(found) and str(found).split("\n\n")[1].startswith("All models keep the form")
+    assert "Accuracy:" not in str(found) and "Ended:" not in str(found)
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
-    assert str(idle).split("\n\n")[1].startswith("Negative log-likelihood")  # nothing else to rank by
 
 
 def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paired: Family, tmp_path: Path) -> None:
@@ -278,14 +350,14 @@ def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(
             for own in contents
             for row in families.experiment(own).samples(task, own["parameters"]["samples"]).records
         }
-        assert len(used) > SAMPLES and tasks[f"expert{index}"].records == RECORDS - len(used)
+        assert len(used) > SAMPLES and tasks[f"expert{index}"].prompts == RECORDS - len(used)
 
 
 def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> None:
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(paired, samples=2, max_tokens=24))
     merged = [paired.experts[1], paired.experts[0]]
     said = run("evaluate", recipe, *merged, "--samples", 3, "--json", tmp_path / "c.json", "--quiet").stdout
-    assert "model average lost gained expert0 expert1" in " ".join(said.split())
+    assert "model average lost gained expert0 (n=3, too few) expert1 (n=3, too few)" in " ".join(said.split())
     scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
     assert list(scores) == ["base", "expert expert0", "expert expert1", *map(str, merged)]
 
@@ -315,7 +387,7 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
         families.recipe_of(paired.base, experts, samples=SAMPLES, max_tokens=24) for experts in (tested, plain)
     )
     found = evaluate(content, paired.experts[1], quiet=True)
-    assert [task.records for task in found.tasks.values()] == [len(others), RECORDS - SAMPLES]
+    assert [task.prompts for task in found.tasks.values()] == [len(others), RECORDS - SAMPLES]
     assert found.tasks["expert1"] == evaluate(without, paired.experts[1], quiet=True).tasks["expert1"]
     info, other = (measure(recipe, quiet=True).info for recipe in (content, without))
     assert info == other  # test data are no part of a measurement

@@ -18,7 +18,7 @@ from mergekit_slta.evaluation.scores import Sample, score_model
 def reference(model: torch.nn.Module, samples: Sequence[Sample]) -> list[tuple[float, tuple[int, ...], bool]]:
     """Loss, likeliest tokens and exact answer, by record without padding; answers are decoded token by token."""
     found: list[tuple[float, tuple[int, ...], bool]] = []
-    for row, begin, end, _ in samples:
+    for row, begin, end, *_ in samples:
         forget(model)
         with torch.no_grad():
             logs = model(torch.tensor([row])).logits[0].log_softmax(-1)
@@ -46,7 +46,7 @@ def with_answers(model: torch.nn.Module, samples: Sequence[Sample]) -> list[Samp
             if number % 2:
                 with torch.no_grad():
                     ids[position] = int(model(torch.tensor([ids[:position]])).logits[0, -1].argmax())
-        found.append(Sample(tuple(ids), len(ids) - 2, len(ids), whole=True))
+        found.append(Sample(tuple(ids), len(ids) - 2, len(ids), known=True, whole=True))
     return found
 
 
@@ -71,10 +71,13 @@ def test_scores_are_those_of_the_whole_model(
     for group, scores in zip(groups, found, strict=True):
         expected = reference(model, group)
         assert [score.likeliest for score in scores] == [likeliest for _, likeliest, _ in expected]
-        assert changes or [s.gives(of) for s, of in zip(scores, group, strict=True)] == [
+        right = [score.right(sample) for score, sample in zip(scores, group, strict=True)]
+        lengths = [sample.end - sample.begin for sample in group]
+        assert changes or [number == length for number, length in zip(right, lengths, strict=True)] == [
             exact for *_, exact in expected
         ]
         rounded = [state_rounding() * (sample.end - sample.begin) for sample in group]  # in the sum over an answer
         for score, (loss, *_), most in zip(scores, expected, rounded, strict=True):
             assert score.loss == pytest.approx(loss, abs=most)
-    assert changes or {score.gives(sample) for score, sample in zip(found[0], groups[0], strict=True)} == {True, False}
+    answers = zip(found[0], groups[0], strict=True)
+    assert changes or {score.right(sample) == 2 for score, sample in answers} == {True, False}
