@@ -353,7 +353,7 @@ def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
     used = diagonal[diagonal > 0]
     if not len(used):
         return torch.ones_like(diagonal, dtype=torch.bool)
-    return diagonal <= DECISIVE * used.quantile(used.new_tensor(0.9))  # torch may make a float64 tensor of a number
+    return diagonal <= DECISIVE * used.quantile(used.new_full((), 0.9))  # torch may make a float64 tensor of a number
 
 
 def random_combinations(outputs: int, count: int) -> torch.Tensor:
