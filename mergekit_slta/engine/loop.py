@@ -273,6 +273,6 @@ def layer_bar(doing: str, models: Iterable[object], layers: int, prompts: int, q
             nonlocal done
             done += passed
             layer, prompt = divmod(max(0, done - 1), prompts)
-            tell(f"layer {layer + 1} of {layers}, {prompt + 1} of {prompts} prompts", passed)
+            tell(f"{layer + 1} of {layers} layers, {prompt + 1} of {prompts} prompts", passed)
 
         yield progress

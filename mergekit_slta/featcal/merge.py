@@ -164,7 +164,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         solver = _LayerMerge(self, layer, weights, streams)
         for group in self.maps[layer].groups:
-            self.stage = f"layer {layer + 1} of {len(self.decoder)}, {group}"
+            self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
             solver.solve(group, report)
         names = self.decoder.layer_tensors(layer)
         merged = {names[key]: tensor for key, tensor in solver.tensors().items()}

@@ -25,7 +25,7 @@ import transformers
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.calls import (
     capture_calls,
     embed,
@@ -263,7 +263,7 @@ def _tail_problem(decoder: Decoder) -> str | None:
             return None
         why = "it needs those of earlier layers too"
     except ModelCodeError as error:
-        why = str(error)
+        why = first_line(error.__cause__ or error)
     return (
         f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
         f"decoder layer alone ({why}). Use 'level: layer'."
@@ -487,7 +487,9 @@ def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | s
     # Such as those of an MLP after the attention in the same module. Keys may also come from an earlier layer.
     if not _mixes_tokens(features, leaves) and not decoder.form.state:
         return INSEPARABLE
-    count = decoder.model.config.get_text_config().num_attention_heads
+    count = getattr(decoder.model.config.get_text_config(), "num_attention_heads", None)
+    if count is None:
+        return INSEPARABLE
     if features.shape[-1] % count:
         return f"its attention does not split into {count} heads of one size"
     rows = {name: torch.zeros(value.shape[-1], count, dtype=torch.bool) for name, value in projected.items()}

@@ -54,7 +54,7 @@ def test_what_runs_models_says_what_it_loads_and_ends_with_all_prompts(
     loading = said[0].removeprefix(f"{doing}: loading ").split(", ")
     assert said[0].endswith(":   0%") and len(loading) == models
     layers = llama.config.num_hidden_layers
-    assert re.fullmatch(rf"{doing}: layer {layers} of {layers}, (\d+) of \1 prompts: 100%", said[-1]), said
+    assert re.fullmatch(rf"{doing}: {layers} of {layers} layers, (\d+) of \1 prompts: 100%", said[-1]), said
     assert all(int(re.findall(r"(\d+)%", line)[0]) <= 100 for line in said)
 
 
@@ -62,5 +62,5 @@ def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Pat
     families.merge(families.recipe(llama, "featcal", experts=[0, 1], samples=3), tmp_path / "out", quiet=False)
     said, layers = lines(shown), llama.config.num_hidden_layers
     assert said[0].startswith("Solving: loading ") and llama.experts[1].name in said[0]
-    assert any(line.startswith(f"Solving: layer {layers} of {layers}, ") for line in said)
+    assert any(line.startswith(f"Solving: {layers} of {layers} layers, ") for line in said)
     assert said[-1].split("|")[0].endswith(": 100%")

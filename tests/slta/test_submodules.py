@@ -60,11 +60,14 @@ def test_a_layer_whose_branches_cannot_be_told_apart_falls_back_and_is_named() -
         )
 
 
-def test_heads_that_cannot_be_told_apart_fall_back_to_branches() -> None:
-    decoder = small_decoder("jetmoe", "JetMoeForCausalLM")
+@pytest.mark.parametrize(
+    ("architecture", "layer"), [("JetMoeForCausalLM", "JetMoeDecoderLayer"), ("RwkvForCausalLM", "RwkvBlock")]
+)
+def test_heads_that_cannot_be_told_apart_fall_back_to_branches(architecture: str, layer: str) -> None:
+    decoder = small_decoder(architecture.removesuffix("ForCausalLM").lower(), architecture)
     assert submodules(decoder, "head_mlp", 0) == ["layer.0.attn", "layer.0.mlp"]
     (fallback,) = fallbacks(decoder, "head_mlp")
     assert str(fallback) == (
-        "Level head_mlp falls back to level attn_mlp in layers 0 to 3 (JetMoeDecoderLayer): its heads cannot be told "
-        "apart by its linear maps."
+        f"Level head_mlp falls back to level attn_mlp in layers 0 to 3 ({layer}): its heads cannot be told apart by "
+        "its linear maps."
     )
