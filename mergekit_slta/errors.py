@@ -34,6 +34,12 @@ class SltaError(click.ClickException):
         return self.message
 
 
+class MachineError(SltaError):
+    """Problems of the machine or the network alone: the same command may succeed later, or elsewhere."""
+
+    exit_code = 3
+
+
 def printable(text: str, longest: int = LONGEST) -> str:
     """Text for a terminal or a page, in which names and values of other people's files can do no harm.
 
@@ -58,13 +64,15 @@ def refuse(sentences: Iterable[str]) -> None:
 
 def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
     """Make all calls and return their results, or refuse with the sentences of all that failed."""
-    results, sentences = [], list[str]()
+    results, errors = list[Result](), list[SltaError]()
     for call in calls:
         try:
             results.append(call())
         except SltaError as error:
-            sentences += error.sentences
-    refuse(sentences)
+            errors.append(error)
+    if errors:
+        kind = MachineError if all(isinstance(error, MachineError) for error in errors) else SltaError
+        raise kind(*dict.fromkeys(sentence for error in errors for sentence in error.sentences))
     return results
 
 
@@ -112,7 +120,17 @@ def files_named(then: str = "") -> Iterator[None]:
         of_library = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")
         if not (of_library or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:
             raise  # click handles a pipe whose reader has gone
-        raise SltaError(one_line(error) + (f": {then}" if then else "") + ".") from error
+        raise MachineError(one_line(error) + (f": {then}" if then else "") + ".") from error
+
+
+@contextmanager
+def interruptible(then: str) -> Iterator[None]:
+    """Say, when the user interrupts the block, what the same command does when it is given again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"\nInterrupted: the same command {then}.", err=True)
+        raise
 
 
 def number(name: str, value: Any) -> float:

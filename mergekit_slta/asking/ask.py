@@ -34,7 +34,7 @@ from mergekit_slta.data.records import (
 )
 from mergekit_slta.data.sources import CalibrationSource
 from mergekit_slta.engine.loop import progress_bar
-from mergekit_slta.errors import SltaError, is_out_of_memory, reading, whole_number
+from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
@@ -236,7 +236,7 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
             raise
         if len(rows) == 1:
             fix = "ask for shorter answers (max_new_tokens), or answer on another device"
-            raise SltaError(f"One answer does not fit into the memory of {model.device}: {fix}.") from error
+            raise MachineError(f"One answer does not fit into the memory of {model.device}: {fix}.") from error
     gc.collect()
     torch.cuda.empty_cache()
     half = len(rows) // 2

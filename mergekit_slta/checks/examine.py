@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -38,6 +38,7 @@ from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
+from mergekit_slta.tables import as_json
 from mergekit_slta.words import counted, enumerated, listed
 
 HALF = ("bfloat16", "float16")
@@ -52,12 +53,18 @@ class Findings:
         notes: what the user should know before the merge; with problems, at most that they hide others.
         verdict: what the recipe is ready for; empty if there are problems.
         needs: download, disk and memory of the merge; None if there are problems.
+        exit_code: of the command ``check``: 3 if all problems are of the machine or the network, 1 if others are.
     """
 
     problems: list[str]
     notes: list[str]
     verdict: str = ""
     needs: space.Needs | None = None
+    exit_code: int = 0
+
+    def to_json(self) -> str:
+        """The fields as JSON."""
+        return as_json(asdict(self))
 
     def __str__(self) -> str:
         first = f"{counted(len(self.problems), 'problem')} found." if self.problems else self.verdict
@@ -87,11 +94,12 @@ def check(
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
-        return Findings(list(error.sentences), ["Models, data and disk are checked once the recipe is correct."])
+        notes = ["Models, data and disk are checked once the recipe is correct."]
+        return Findings(list(error.sentences), notes, exit_code=error.exit_code)
     try:
         notes = examine(experiment, out_path=out_path)
     except SltaError as error:
-        return Findings(list(error.sentences), [])
+        return Findings(list(error.sentences), [], exit_code=error.exit_code)
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
     shown = [drawn.example for drawn in experiment.drawn.values()]

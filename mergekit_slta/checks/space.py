@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.models.headers import ADAPTER_CONFIG, Headers, Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
@@ -180,7 +180,7 @@ def room(experiment: Experiment, out: Path | None) -> None:
         free = shutil.disk_usage(_nearest_path(folder)).free
         if sum(nbytes for *_, nbytes in parts) > free:
             things = " and ".join(f"{thing} (about {as_size(nbytes)})" for _, thing, nbytes in parts)
-            raise SltaError(
+            raise MachineError(
                 f"The disk with {folder} has {as_size(free)} free, too little for {things}: make room or name another."
             )
 

@@ -16,18 +16,20 @@ from mergekit_slta.cli.options import (
     ModelCommand,
     applied,
     download_folder,
+    json_option,
     measured_levels,
     merged_folder,
-    numbers_file,
     output_folder,
     quiet,
     recipe_path,
     trusted_code,
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
-from mergekit_slta.errors import SltaError, as_note, files_named, number
+from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, number
 from mergekit_slta.recipe.new import METHODS, new_recipe
-from mergekit_slta.tables import known_names
+from mergekit_slta.tables import as_json, known_names
+
+INTERRUPTED = 130  # what shells report of a program that Ctrl-C has ended
 
 if TYPE_CHECKING:
     from mergekit_slta.slta.statistics import Solution
@@ -37,8 +39,11 @@ class _Commands(click.Group):
     """The commands; errors of files, the Hub and the network end a command with a sentence, not a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        with files_named():
-            return super().invoke(ctx)
+        try:
+            with files_named():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise click.exceptions.Exit(INTERRUPTED) from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,6 +59,10 @@ def main() -> None:
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
     each expert. `linearity` measures how far an expert's effect is from being proportional to its weight.
+
+    The exit code is 0 for a result without problems; 1 if something is wrong with a recipe, a model, data or a merge; 2
+    for a wrong command line; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the
+    same command may succeed later or elsewhere; and 130 after Ctrl-C.
     """
 
 
@@ -114,7 +123,8 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
         from mergekit_slta.asking.ask import ask as answered
 
         settings = {name: options.pop(name) for name in ("prompts", "samples", "max_new_tokens")}
-        answered(model, out, topics=topics, **settings, **applied(options))
+        with interruptible("resumes after the finished answers"):
+            answered(model, out, topics=topics, **settings, **applied(options))
     else:
         raise click.UsageError("Missing argument 'MODEL'.")
     click.echo(f"{out} written.")
@@ -122,24 +132,24 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
 
 @main.command(cls=ModelCommand, short_help="Find everything that is wrong with a recipe.")
 @recipe_path
-def check(recipe: Path, **options: Any) -> None:
+@json_option
+def check(recipe: Path, json_file: str | None, **options: Any) -> None:
     """Find everything that is wrong with RECIPE, before anything large is downloaded or computed.
 
     The command checks the recipe, then models, data and disk. It reads configurations, the headers of the model files
     (from the Hub, for models there) and calibration data in local files. It prints the download, the disk space and
-    the memory that the merge needs. The exit code is 1 if something is wrong.
+    the memory that the merge needs.
     """
     from mergekit_slta.checks import examine
 
     findings = examine.check(recipe, **applied(options))
     if findings.problems:
         click.echo(f"{recipe}: {findings}", err=True)
-        raise click.exceptions.Exit(1)
-    for note in findings.notes if not options["quiet"] else ():
+    for note in findings.notes if not (findings.problems or options["quiet"]) else ():
         click.echo(as_note(note), err=True)
-    click.echo(f"{recipe}: no problem found. {findings.verdict}")
-    if not options["quiet"]:
-        click.echo(findings.needs)
+    result = f"{recipe}: no problem found. {findings.verdict}\n{findings.needs}"
+    _show(None if findings.problems else result, findings.to_json, json_file)
+    raise click.exceptions.Exit(findings.exit_code)
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models and write a statistics file.")
@@ -162,7 +172,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 
     path = stats.expanduser()
     merge_options = applied(options)
-    with joined_ranks() as ranks:
+    with joined_ranks() as ranks, interruptible("resumes after the finished layers"):
         loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
         experiment = sound_experiment(loaded, ranks, **merge_options)
         if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
@@ -190,7 +200,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option(
     "--bootstrap", type=click.IntRange(min=2), metavar="R", help="Print standard errors, from R draws of the prompts."
 )
-@numbers_file
+@json_option
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
 @click.option(
     "--model", "paths", multiple=True, metavar="NAME=PATH", help="The path or Hub id of model NAME, for --recipe."
@@ -220,6 +230,7 @@ def solve(
     default; 0 leaves them out. For the folder of a merge, the defaults of --level, --ridge, --balance and --keep-weight
     are the settings of its recipe.
     """
+    import huggingface_hub
     import torch
 
     from mergekit_slta.slta.statistics import Statistics
@@ -227,6 +238,8 @@ def solve(
     torch.set_num_threads(1)  # fastest for many tiny matrices
     if recipe_file and Path(recipe_file).exists() and not Path(recipe_file).read_bytes().startswith(b"# Written by"):
         raise SltaError(f"{recipe_file} is a file that this command has not written: name another one.")
+    if quiet:
+        huggingface_hub.utils.disable_progress_bars()
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
     chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
@@ -237,7 +250,7 @@ def solve(
     given = {name: value for name in names_given if (value := options.pop(name)) is not None}
     solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | given))
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
-    _show(None if quiet else str(solution), solution.to_json, json_file)
+    _show(solution, solution.to_json, json_file)
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
     if recipe_file:
@@ -275,8 +288,13 @@ def _write_recipe(
 @recipe_path
 @click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--samples", type=COUNT, default=100, show_default=True, help="The most held-out prompts of each task.")
-@numbers_file
-def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str | None, **options: Any) -> None:
+@click.option(
+    "--at-least", type=float, metavar="SHARE", help="The share of the gain in likelihood that each OUT must reach."
+)
+@json_option
+def evaluate(
+    recipe: Path, out: tuple[Path, ...], samples: int, at_least: float | None, json_file: str | None, **options: Any
+) -> None:
     """Score the merged models in the folders OUT, the base model and the experts on the experts' tasks, best first.
 
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
@@ -290,6 +308,9 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     base model (gain kept), and the negative log-likelihood per token (loss; lower is better). Where no answer is known,
     all tokens count.
 
+    The exit code is 1 if a task has no prompt to score, or if a merge has less than --at-least in the table of the gain
+    in likelihood, on any task.
+
     RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. To score a merge
     with actmat or sftm, whose recipes have no prompts, name a recipe for featcal with the same experts. Each model runs
     once, in float32, with one layer in memory at a time.
@@ -298,8 +319,13 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, json_file: str |
     from mergekit_slta.evaluation.evaluate import evaluate as ranked
     from mergekit_slta.recipe.recipe import Recipe, data_of
 
-    found = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
-    _show(found, found.to_json, json_file)
+    with interruptible("starts over"):
+        comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
+    _show(comparison, comparison.to_json, json_file)
+    below = comparison.below(at_least) if at_least is not None else []
+    for sentence in below:
+        click.echo(sentence, err=True)
+    raise click.exceptions.Exit(bool(below or comparison.unscored))
 
 
 @main.command(
@@ -328,7 +354,7 @@ def linearity(
     from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)
-    with joined_ranks() as ranks:
+    with joined_ranks() as ranks, interruptible("starts over"):
         experiment = sound_experiment(recipe, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -364,38 +390,44 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 @main.command(cls=ModelCommand, short_help="Merge, as mergekit-yaml does.")
 @recipe_path
 @click.argument("out")
-def merge(recipe: Path, out: str, **options: Any) -> None:
+@json_option
+def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None:
     """Check RECIPE, then merge its models into the folder OUT, as mergekit-yaml does.
 
     Use this command where Python's start-up files are disabled: mergekit-yaml does not know this plugin's methods
     there. It takes all options of mergekit-yaml. Under torchrun, the processes share the calibration, and the first
-    one merges.
+    one merges. --json gives the folder, and OUT/mergekit-slta/merge.json, which says what was merged and how.
     """
     from mergekit_slta.host.merge import merge as merge_models
     from mergekit_slta.host.run import joined_ranks
+    from mergekit_slta.output import manifest
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
     with joined_ranks() as ranks:
-        merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
+        folder = merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
+    if ranks.first:
+        _show(None, lambda: as_json({"out": str(folder), "manifest": manifest.read(folder)}), json_file)
 
 
 @main.command(cls=ModelCommand, short_help="Check that programs can use a finished merge.")
 @recipe_path
 @merged_folder
-def verify(recipe: Path, out: Path, **options: Any) -> None:
+@json_option
+def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and check that programs can use it.
 
     The tensors must have the names and shapes of the base model's tensors and RECIPE's data type. Their values must be
     finite, and transformers must load them all. The command lists the base model's files that OUT lacks. It needs
-    neither the experts nor prompts. The exit code is 1 if something is wrong.
+    neither the experts nor prompts.
     """
     from mergekit_slta.output.verify import verify as verify_merge
 
     verification = verify_merge(recipe, out, **applied(options))
-    click.echo(f"{out}: {verification}", err=bool(verification.problems))
     if verification.problems:
-        raise click.exceptions.Exit(1)
+        click.echo(f"{out}: {verification}", err=True)
+    _show(None if verification.problems else f"{out}: {verification}", verification.to_json, json_file)
+    raise click.exceptions.Exit(bool(verification.problems))
 
 
 @main.command(short_help="Check a merged model and upload it to the Hub.")
@@ -405,7 +437,8 @@ def verify(recipe: Path, out: Path, **options: Any) -> None:
 @click.option("--dry-run", is_flag=True, help="Only check, and list the files to upload.")
 @trusted_code
 @quiet
-def publish(out: Path, repository: str, **options: bool) -> None:
+@json_option
+def publish(out: Path, repository: str, json_file: str | None, **options: bool) -> None:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 
     The command uploads the model, its configuration, tokenizer, card, recipe and statistics, and lists these files. It
@@ -417,7 +450,8 @@ def publish(out: Path, repository: str, **options: bool) -> None:
     from mergekit_slta.output.publish import publish as publish_merge
 
     transformers.utils.logging.disable_progress_bar()
-    click.echo(publish_merge(out, repository, **options))
+    publication = publish_merge(out, repository, **options)
+    _show(publication, publication.to_json, json_file)
 
 
 # From the command line to what the package takes

@@ -100,7 +100,7 @@ trusted_code = click.option(
     help="Run the Python code that comes with the model (dangerous).",
 )
 download_folder = click.option("--transformers-cache", help="The folder for downloaded files.")
-quiet = click.option("--quiet/--no-quiet", default=False, help="Print no table and no progress bars.")
+quiet = click.option("--quiet/--no-quiet", default=False, help="Print no progress bars.")
 
 
 def _json_file(context: click.Context, option: click.Parameter, name: str | None) -> str | None:
@@ -109,11 +109,11 @@ def _json_file(context: click.Context, option: click.Parameter, name: str | None
     return name
 
 
-numbers_file = click.option(
+json_option = click.option(
     *("--json", "json_file"),
     metavar="FILE",
     callback=_json_file,
-    help="Write the numbers as JSON to a .json file; '-' for standard output.",
+    help="Write the result as JSON to a .json file; '-' for standard output.",
 )
 
 

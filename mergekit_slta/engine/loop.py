@@ -18,6 +18,7 @@ import contextlib
 import gc
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import click
 import torch
 from tqdm import tqdm
 
@@ -32,7 +34,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch, takes_little
-from mergekit_slta.errors import SltaError, is_out_of_memory
+from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.checkpoint import Checkpoint, Weights
@@ -44,6 +46,7 @@ Result = TypeVar("Result")
 Tensors = Mapping[str, torch.Tensor]
 # Called with the number of this process's samples that have passed another step.
 Progress = Callable[[int], object]
+SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
@@ -147,7 +150,7 @@ def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
     fixes = ["use fewer prompts ('samples') or shorter ones ('max_tokens')"]
     fixes += ["start fewer processes"] if method.ranks.count > 1 else []
     fixes += ["compute without a GPU"] if decoder.device.type != "cpu" else []
-    return SltaError(
+    return MachineError(
         f"The memory of {decoder.device} does not hold a layer of {models} models ({as_size(layers)}), the hidden "
         f"states of all prompts ({as_size(states)}) and a batch of {positions} token positions: {', or '.join(fixes)}."
     )
@@ -252,11 +255,20 @@ class Reader:
 def progress_bar(
     doing: str, models: Iterable[object], total: int, quiet: bool
 ) -> Iterator[Callable[[str, int], object]]:
-    """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took."""
+    """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took.
+
+    Without a terminal, a line with the time comes every half minute.
+    """
     loading = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}"
-    with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, disable=quiet) as bar:
+    with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, disable=quiet or None) as bar:
+        done, said = 0, time.monotonic()
 
         def progress(at_hand: str, steps: int) -> None:
+            nonlocal done, said
+            done += steps
+            if not quiet and bar.disable and time.monotonic() - said > SECONDS_BETWEEN_LINES:
+                said = time.monotonic()
+                click.echo(f"{time.strftime('%H:%M:%S')} {doing}: {at_hand}, {done / total:.0%}", err=True)
             bar.set_description_str(f"{doing}: {at_hand}", refresh=False)
             bar.update(steps)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import filelock
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_slta import files
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import MachineError, SltaError
+from mergekit_slta.words import counted
 
 LOG = logging.getLogger(__name__)
 
@@ -69,24 +71,27 @@ class Partial:
         try:
             self._lock.acquire()
         except filelock.Timeout:
-            raise SltaError(
+            raise MachineError(
                 f"Another process or thread is working in {self.folder}: wait until it has ended."
             ) from None
         except (OSError, NotImplementedError):  # some file systems have no locks
             LOG.debug("%s cannot be locked", self.folder, exc_info=True)
 
-    def begin(self, run: Mapping[str, object], ranks: Ranks, *, replace: bool = False) -> None:
+    def begin(self, run: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
         Args:
             run: identifies the run.
             ranks: the processes that share the run; the first one writes.
             replace: delete the layers of another run, and say so, instead of refusing the folder.
+            quiet: do not say how many layers are finished.
 
         Raises:
             SltaError: the folder is another run's.
         """
         ranks.together(lambda: self._begin(run, replace) if ranks.first else None)
+        if ranks.first and not quiet and (done := len([*self.folder.glob("layer-*.safetensors")])):
+            click.echo(f"The first {counted(done, 'layer')} of this run {'are' if done > 1 else 'is'} done.", err=True)
 
     def _begin(self, run: Mapping[str, object], replace: bool) -> None:
         known, run = run_of(self.folder), json.loads(json.dumps(run))
@@ -199,6 +204,6 @@ def _written(file: Path) -> Iterator[Path]:
         with files.replacing(file) as beside:
             yield beside
     except (OSError, SafetensorError) as error:
-        raise SltaError(
+        raise MachineError(
             f"{file} cannot be written ({error}): make room and run it again; it resumes after the last finished layer."
         ) from error

@@ -24,6 +24,7 @@ from mergekit_slta.words import as_score, enumerated
 
 SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
+NEAR_THE_EXPERT = 0.9  # of its gain in likelihood; below, the tables say what to change
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
 MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
 
@@ -113,6 +114,20 @@ class Comparison(Paragraphs):
             asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
         )
 
+    def below(self, share: float) -> list[str]:
+        """A sentence for each merge and task where less than a share of the expert's gain in likelihood is kept."""
+        kept = {
+            (name, title): score.gain_kept
+            for title, task in self.tasks.items()
+            for name, score in task.scores.items()
+            if name != BASE and not name.startswith(_expert(""))
+        }
+        return [
+            f"{name} keeps {as_score(one)} of the gain in likelihood on {title}, less than {share:g}."
+            for (name, title), one in kept.items()
+            if one is not None and one < share
+        ]
+
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
         tasks, ranking = self.tasks, self.ranking
@@ -179,6 +194,11 @@ class Comparison(Paragraphs):
                 f"On their own tasks these experts give under half of the short answers: {', '.join(weak)}. Their "
                 "prompts may have another format than in training: write that format in a `template`, such as "
                 "'{prompt}{completion}' where nothing stands between the two."
+            )
+        if self.below(NEAR_THE_EXPERT):
+            yield (
+                "Below its experts, a merge by featcal gains most from more prompts (`samples`); the page on "
+                "troubleshooting has what else to change, in order, and what it costs."
             )
         if any(task.answers < task.prompts for task in self.tasks.values()):
             yield (

@@ -58,7 +58,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         head=head is not None,
         anchor=ActmatSettings().model_dump(),
     )
-    partial.begin(run, experiment.ranks, replace=True)
+    partial.begin(run, experiment.ranks, replace=True, quiet=experiment.quiet)
     complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:

@@ -22,7 +22,7 @@ from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import SltaError, as_note, files_named, one_line, refuse, suggestion
+from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
@@ -99,7 +99,9 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     for note in notes if not experiment.quiet else ():
         click.echo(as_note(note), err=True)
     partial = Partial(folder / PARTIAL_OF_MERGE)
-    with partial.held(experiment.ranks):
+    resumes = experiment.recipe.method.runs_models
+    then = "resumes after the finished layers" if resumes else "starts over"
+    with partial.held(experiment.ranks), interruptible(then):
         merge = METHODS[experiment.recipe.config.merge_method].kind(experiment)
         unfinished = _merged(stock, experiment, merge, folder, partial)
     for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():

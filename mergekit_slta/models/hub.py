@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.errors import MachineError, SltaError, first_line
 
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
@@ -29,9 +29,19 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
+def refused(problem: str, error: Exception) -> SltaError:
+    """The refusal for one of ``HUB_ERRORS``; ``problem`` is the sentence up to the reason, which is added."""
+    later = _no_answer(error) or isinstance(error, (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled))
+    return (MachineError if later else SltaError)(f"{problem}{reason(error)}.")
+
+
+def _no_answer(error: Exception) -> bool:
+    return isinstance(error, hub.HTTPError) and not isinstance(error, hub.HfHubHTTPError)
+
+
 def reason(error: Exception) -> str:
     """Why a request failed with one of ``HUB_ERRORS``, without a full stop."""
-    if isinstance(error, hub.HTTPError) and not isinstance(error, hub.HfHubHTTPError):  # there is no answer
+    if _no_answer(error):
         return f"the Hub cannot be reached ({first_line(error)})"
     return next((words for kind, words in _REASONS if isinstance(error, kind)), first_line(error))
 
@@ -43,7 +53,7 @@ def asking(path: ModelPath) -> Iterator[None]:
         yield
     except HUB_ERRORS as error:
         folder = "folder" if path.path[:1] in ("/", "~") else f"folder in {os.getcwd()}"
-        raise SltaError(f"{path} cannot be used: there is no such {folder}, and {reason(error)}.") from error
+        raise refused(f"{path} cannot be used: there is no such {folder}, and ", error) from error
 
 
 def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:

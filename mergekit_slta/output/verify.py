@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -29,6 +29,7 @@ from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
+from mergekit_slta.tables import as_json
 from mergekit_slta.words import listed
 
 
@@ -45,6 +46,10 @@ class Verification:
     problems: tuple[str, ...]
     tensors: int
     notes: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """The fields as JSON."""
+        return as_json(asdict(self))
 
     def __str__(self) -> str:
         if count := len(self.problems):
@@ -128,7 +133,7 @@ def _kinds(counts: Mapping[str, int] | None) -> str:
 def tensor_faults(folder: Path, names: Iterable[str], quiet: bool) -> Iterator[str]:
     """Name the tensors of a folder that hold values that are not finite."""
     loader, broken = LazyTensorLoader.from_disk(str(folder)), list[str]()
-    for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=quiet):
+    for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=quiet or None):
         tensor = loader.get_tensor(name)
         if not is_finite(tensor):
             broken.append(f"{name} ({int((~tensor.double().isfinite()).sum())})")

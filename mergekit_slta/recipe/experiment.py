@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, source_key
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of, first_line, reading, refuse
+from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import on_device, trace
@@ -367,7 +367,7 @@ def require_device(name: str) -> None:
     try:
         torch.ones((), device=name).add(1).item()
     except Exception as error:  # of a kind that differs between devices
-        raise SltaError(
+        raise MachineError(
             f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "
             "--multi-gpu out to compute on the CPU, or install the driver and the PyTorch that the device needs."
         ) from error

@@ -102,7 +102,7 @@ def statistics_of(
         layers = partial or beside
         if layers is not None:
             run = experiment.identity(data, levels=levels)
-            layers.begin(run, ranks, replace=partial is not None)
+            layers.begin(run, ranks, replace=partial is not None, quiet=experiment.quiet)
         statistics = _run_models(experiment, info, data, layers)
         if file is not None and ranks.first:
             statistics.save(file)

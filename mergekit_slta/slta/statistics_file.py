@@ -180,7 +180,7 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
         repo, file, revision = parts["repo"], parts["file"], parts["revision"]
         return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, cache_dir=cache_dir))
     except hub.HUB_ERRORS as error:
-        raise SltaError(f"The statistics file {source} cannot be downloaded: {hub.reason(error)}.") from error
+        raise hub.refused(f"The statistics file {source} cannot be downloaded: ", error) from error
 
 
 def versions() -> dict[str, str]:

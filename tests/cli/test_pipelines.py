@@ -1,0 +1,152 @@
+"""What scripts and continuous integration rely on: exit codes, JSON, and what is said without a terminal."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import WriteRecipe
+from support import families
+from support.command import run
+from support.families import Family
+from support.hub import serve
+
+from mergekit_slta.cli import commands
+from mergekit_slta.engine import loop
+from mergekit_slta.errors import MachineError, SltaError, all_of
+from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(("free", "code"), [(10**12, 0), (1, 3)])
+def test_a_full_disk_is_no_fault_of_the_recipe(
+    free: int, code: int, family: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    recipe = write_recipe(family, "sftm", calibration=False)
+    said = run("merge", recipe, tmp_path / "out", "--quiet", code=code).output
+    assert ("too little for" in said) == bool(code)
+
+
+def test_a_fault_of_the_recipe_outweighs_one_of_the_machine() -> None:
+    machine, recipe = raising(MachineError("The disk is full.")), raising(SltaError("There is no expert."))
+    for calls, kind in (([machine, machine], MachineError), ([machine, recipe], SltaError)):
+        with pytest.raises(SltaError) as caught:
+            all_of(calls)
+        assert type(caught.value) is kind and caught.value.exit_code == {MachineError: 3, SltaError: 1}[kind]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_check_reports_a_missing_device_as_the_machines(family: Family, write_recipe: WriteRecipe) -> None:
+    said = run("check", write_recipe(family), "--device", "cuda", "--json", "-", code=3)
+    content = json.loads(said.stdout)
+    assert content["exit_code"] == 3 and "cannot compute on the device 'cuda'" in content["problems"][0]
+    run("check", write_recipe(family, sampels=3), "--device", "cuda", code=1)
+
+
+def test_a_hub_that_does_not_answer_may_answer_later(tmp_path: Path) -> None:
+    """The tests have no network."""
+    assert "the Hub cannot be reached" in run("solve", "hf:org/none/s.safetensors", code=3).output
+    with serve(tmp_path / "repositories", tmp_path / "hub"):
+        assert "no such repository" in run("solve", "hf:org/none/s.safetensors", code=1).output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place", "said"),
+    [
+        (["ask", "m", "-o", "a.jsonl"], "mergekit_slta.asking.ask.ask", "resumes after the finished answers"),
+        (["evaluate", "RECIPE", "OUT"], "mergekit_slta.evaluation.evaluate.evaluate", "starts over"),
+        (["linearity", "RECIPE", "-o", "L"], "mergekit_slta.nonlinearity.studies.linearity", "starts over"),
+        (["calibrate", "RECIPE", "-o", "S"], "mergekit_slta.slta.measure.statistics_of", "resumes after the finished"),
+        (["merge", "RECIPE", "OUT"], "mergekit_slta.host.run._merged", "resumes after the finished layers"),
+        (["merge", "SFTM", "OUT"], "mergekit_slta.host.run._merged", "starts over"),
+    ],
+)
+def test_after_an_interruption_the_user_knows_what_the_same_command_does(
+    arguments: list[str],
+    place: str,
+    said: str,
+    llama: Family,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("OUT").mkdir()
+    names = {"RECIPE": write_recipe(llama), "SFTM": write_recipe(llama, "sftm", calibration=False, name="sftm.yml")}
+    monkeypatch.setattr(place, raising(KeyboardInterrupt()))
+    found = run(*(names.get(argument, argument) for argument in arguments), code=commands.INTERRUPTED).stderr
+    assert f"Interrupted: the same command {said}" in found
+
+
+def test_a_resumed_merge_says_how_much_is_done(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe, out = families.recipe(llama, level="layer", samples=2), tmp_path / "out"
+    with pytest.raises(families.Interrupted), families.after_layer(1):
+        families.merge(recipe, out)
+    file = families.write_recipe(tmp_path / "recipe.yml", recipe)
+    assert "The first 2 layers of this run are done." in run("merge", file, out).stderr
+
+
+def test_every_result_can_be_had_as_json(family: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe, out, file = write_recipe(family, "sftm", calibration=False), tmp_path / "out", tmp_path / "r.json"
+    checked = json.loads(run("check", recipe, "--json", "-").stdout)
+    assert checked["problems"] == [] and checked["needs"]["merged"] > 0 and checked["exit_code"] == 0
+    merged = json.loads(run("merge", recipe, out, "--json", "-", "--quiet").stdout)
+    assert merged["out"] == str(out) and merged["manifest"]["method"] == "sftm"
+    verified = json.loads(run("verify", recipe, out, "--json", "-").stdout)
+    assert verified["problems"] == [] and verified["tensors"] > 0
+    assert "Nothing is wrong" in run("verify", recipe, out, "--json", file).stdout
+    assert json.loads(file.read_text()) == verified
+    published = json.loads(run("publish", out, "org/name", "--dry-run", "--json", "-").stdout)
+    assert published["repository"] == "org/name" and "config.json" in dict(published["files"])
+    (out / "model.safetensors").unlink()
+    run("verify", recipe, out, code=1)
+
+
+@pytest.mark.parametrize(
+    ("kept", "unscored", "at_least", "code"),
+    [(0.8, (), None, 0), (0.8, (), 0.8, 0), (0.8, (), 0.9, 1), (None, (), 0.9, 0), (0.8, ("code",), None, 1)],
+)
+def test_evaluate_is_a_gate(
+    kept: float | None,
+    unscored: tuple[str, ...],
+    at_least: float | None,
+    code: int,
+    llama: Family,
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gains = {"base": 0.0, "expert math": 0.1, "out": kept}
+    scores = {name: TaskScore(None, None, None, 0, 0, None, 0.0, gain, 1.0) for name, gain in gains.items()}
+    comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores)}, unscored)
+    monkeypatch.setattr("mergekit_slta.evaluation.evaluate.evaluate", lambda *arguments: comparison)
+    options = ["--at-least", at_least] if at_least is not None else []
+    said = run("evaluate", write_recipe(llama), tmp_path, *options, code=code)
+    assert ("gains most from more prompts" in said.stdout) == (kept == 0.8)
+    below = "out keeps 0.80 of the gain in likelihood on math, less than 0.9."
+    assert (below in said.stderr) == (at_least == 0.9 and kept is not None)
+    assert "base keeps" not in said.stderr and "expert math keeps" not in said.stderr
+
+
+def test_without_a_terminal_progress_comes_in_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_LINES", -1)
+    for quiet in (False, True):
+        with loop.progress_bar("Solving", ["org/base"], 4, quiet) as progress:
+            progress("layer 1 of 2", 1)
+        said = capsys.readouterr().err
+        assert said == "" if quiet else said.endswith(" Solving: layer 1 of 2, 25%\n") and said[2] == said[5] == ":"
