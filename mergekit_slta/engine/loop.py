@@ -1,10 +1,9 @@
 """The loop over a model's layers that calibration, feature merges, linearity and scores share.
 
-1. Embed all samples: ``Streams`` is the cache of their hidden states before the next layer.
+1. Embed all samples: their hidden states wait in ``Streams``.
 2. For each layer, wait until the reader thread has this layer of every model, and let it read the next one.
    - A layer that an earlier run has finished: load its file, and set the layer's output on every stream.
    - Any other layer: measure or solve it on every batch, set its output on every stream, and write its file.
-   Then the layer's outputs take the place of its inputs in the cache.
 3. Finish with the hidden states after the last layer, for the output head.
 
 One layer of each model is in memory at a time, beside what is read ahead of the next one. When the memory of a single
@@ -244,8 +243,8 @@ class Reader:
         None are, where a GPU has memory for all experts of one layer.
         """
         stacks = {name: tensor.shape for name, tensor in routed_tensors(self._decoder.layers[layer]).items()}
-        elements = (len(self._models) + 1) * sum(map(math.prod, stacks.values()))
-        return {} if takes_little(self._decoder.device, elements, share=1 / 4) else stacks
+        nbytes = 4 * (len(self._models) + 1) * sum(map(math.prod, stacks.values()))
+        return {} if takes_little(self._decoder.device, nbytes, share=1 / 4) else stacks
 
 
 # What is shown meanwhile

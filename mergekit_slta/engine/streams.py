@@ -1,4 +1,4 @@
-"""The samples in batches, and their hidden states before the next layer.
+"""The samples in batches, and all that waits of them between layers and between runs of a layer.
 
 A batch holds samples of one task, and each process takes whole batches. A stream holds every sample's hidden states as
 one model computes them: the base model, an expert or a merge. Neither knows what is measured.
@@ -7,8 +7,8 @@ one model computes them: the base model, an expert or a merge. Neither knows wha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
-from mergekit_slta.layers.decoder import Decoder, LayerCall, State
+from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, State
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.checkpoint import Weights
 
@@ -26,6 +26,9 @@ CPU_BATCH_TOKENS = 2048
 CPU_BATCH_ELEMENTS = 2**22
 LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
+
+# What a layer's modules have returned takes at most so many bytes on a CPU, on a GPU an eighth of its memory.
+RETURNED = 2**31
 
 # How much rounding may change a rotary frequency.
 PREFIX_TOLERANCE = 1e-5
@@ -169,34 +172,54 @@ def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[st
     return model.read({name: name for name in names}, decoder.model, decoder.device)
 
 
-def takes_little(device: torch.device, elements: int, share: float) -> bool:
-    """Whether float32 elements take at most a share of a GPU's memory; false on every other device."""
+def takes_little(device: torch.device, nbytes: int, share: float) -> bool:
+    """Whether so many bytes take at most a share of a GPU's memory; false on every other device."""
     if device.type != "cuda":
         return False
-    return elements * torch.float32.itemsize <= share * torch.cuda.get_device_properties(device).total_memory
+    return nbytes <= share * torch.cuda.get_device_properties(device).total_memory
+
+
+def waiting_bytes(tokens: int, width: int, streams: int, returned: int = 0) -> int:
+    """How many bytes wait in ``Streams`` at most, between two runs of a layer, on a CPU.
+
+    Args:
+        tokens: of all samples.
+        width: of a token's hidden states.
+        streams: how many models' hidden states are followed.
+        returned: how many numbers of a token a method lets wait of what a layer's modules return; beyond ``RETURNED``
+            bytes, modules run again.
+    """
+    number = torch.float32.itemsize
+    return number * tokens * width * streams + min(number * tokens * returned, RETURNED)
 
 
 class Streams:
-    """A cache of the hidden states before the next layer, by stream and batch.
+    """All that waits for its next use, by stream and batch: between layers, and between two runs of one layer.
 
-    A method fetches a batch's ``hidden`` states and the model's ``call`` of the next layer, and updates the batch by
-    ``set_output``. ``advance`` deletes the layer's inputs, once all streams have its outputs.
+    Between layers, these are the hidden states before the next layer, and the tensors that earlier layers have handed
+    on. They wait on a GPU that has memory for them, else on the host. A method fetches a batch's ``hidden`` states and
+    the model's ``call`` of the layer, and ``set_output`` puts the layer's output in their place.
 
-    ``sources`` are for each stream the models that embed the samples of each task, ``batches`` this process's, and
-    ``layer`` is the index of the next layer.
+    ``run_layer`` does all three. It may also run the layer as far as a module only. What modules inside the layer have
+    returned then waits where the layer is computed, so that the next run goes on from there. That takes a bounded part
+    of the memory: modules whose outputs find no room run again.
+
+    Args:
+        decoder: the models' common decoder.
+        sources: for each stream, the models that embed the samples of each task.
+        batches: this process's.
     """
 
     def __init__(self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch]) -> None:
         self.decoder = decoder
-        self.layer = 0
         self.batches = batches
+        self.layer = 0  # the index of the next layer
+        positions = sum(batch.token_ids.numel() for batch in batches)
         width = decoder.model.config.get_text_config().hidden_size
-        elements = 2 * len(sources) * width * sum(batch.token_ids.numel() for batch in self.batches)
-        stays = takes_little(decoder.device, elements, share=1 / 8)  # before and after a layer
+        stays = takes_little(decoder.device, waiting_bytes(positions, width, len(sources)), share=1 / 8)
         self._place = decoder.device if stays else torch.device("cpu")
-        self._cache: dict[tuple[int, int], _Cached] = {}
-        self._following: dict[tuple[int, int], _Cached] = {}
-        self._calls: dict[tuple[int, int], list[LayerCall]] = {}
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._returned_bytes = 0
         masks: list[torch.Tensor] = []
         for stream, models in enumerate(sources):
             for model in dict.fromkeys(models):
@@ -204,8 +227,8 @@ class Streams:
                 for number, batch in enumerate(self.batches):
                     if models[batch.task] is model:
                         hidden, calls = embed(decoder, batch.token_ids, edges)
-                        self._calls[stream, number] = with_shared_masks(calls, masks)
-                        self._cache[stream, number] = _Cached(self.kept(hidden), {})
+                        calls = with_shared_masks(calls, masks)
+                        self._waiting[stream, number] = _Waiting(self.set_aside(hidden), calls)
 
     @property
     def tokens(self) -> int:
@@ -217,40 +240,89 @@ class Streams:
         return ((number, batch) for number, batch in enumerate(self.batches) if batch.task == task)
 
     def hidden(self, stream: int, number: int) -> torch.Tensor:
-        """A copy of a batch's hidden states [B, S, D] before the next layer, on the device that computes."""
-        return self._cache[stream, number].hidden.to(self.decoder.device, copy=True)
+        """A copy of a batch's hidden states [B, S, D], on the device that computes."""
+        return self._waiting[stream, number].hidden.to(self.decoder.device, copy=True)
 
     def call(self, stream: int, number: int) -> LayerCall:
-        """The model's call of the next layer on a batch, with the tensors that the earlier layers have passed on."""
-        call, state = self._calls[stream, number][self.layer], self._cache[stream, number].state
-        return call.with_state({path: tensor.to(self.decoder.device, copy=True) for path, tensor in state.items()})
+        """The model's call of the next layer on a batch, with the tensors that the earlier layers have handed on."""
+        waiting = self._waiting[stream, number]
+        state = {path: tensor.to(self.decoder.device, copy=True) for path, tensor in waiting.state.items()}
+        return waiting.calls[self.layer].with_state(state)
 
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
-        """Set the next layer's output on a batch, and the tensors that it passes to later layers."""
-        passed = self._cache[stream, number].state | {path: self.kept(tensor) for path, tensor in state.items()}
-        self._following[stream, number] = _Cached(self.kept(output), passed)
+        """Put the layer's output on a batch in place of its input, and what it hands on to later layers."""
+        waiting = self._waiting[stream, number]
+        waiting.hidden = self.set_aside(output)
+        waiting.state |= {path: self.set_aside(tensor) for path, tensor in state.items()}
 
-    def run_layer(self, stream: int, number: int, weights: Weights) -> torch.Tensor:
-        """Run the next layer on a batch of a stream, and set and return its output [B, S, D]."""
-        run = self.decoder.run(self.layer, weights, self.hidden(stream, number), self.call(stream, number))
-        self.set_output(stream, number, run.output, run.state)
-        return run.output
+    def run_layer(
+        self,
+        stream: int,
+        number: int,
+        weights: Weights,
+        *,
+        until: str | None = None,
+        capture: Collection[str] = (),
+        resumable: Collection[str] = (),
+    ) -> LayerRun:
+        """Run the next layer on a batch of a stream, to its end, which sets its output, or as far as a module.
+
+        Args:
+            stream: the stream.
+            number: the batch's number.
+            weights: the layer's tensors. Those of modules that have returned something since the layer began are not
+                used again.
+            until: the module at whose call the run ends.
+            capture: the modules whose inputs are recorded, beside that one.
+            resumable: children of the layer, and modules in them, whose outputs are recorded, and wait for the layer's
+                next run; those in a child are deleted when the child has returned.
+        """
+        waiting = self._waiting[stream, number]
+        run = self.decoder.run(
+            self.layer,
+            weights,
+            self.hidden(stream, number),
+            self.call(stream, number),
+            until=until,
+            capture=capture,
+            keep=resumable,
+            replay=waiting.returned,
+        )
+        # A child that is replayed hands nothing on again.
+        waiting.entered |= {path: self.set_aside(tensor) for path, tensor in run.state.items()}
+        self._returned_bytes -= _nbytes(waiting.returned)
+        waiting.returned = {}
+        if until is None:
+            self.set_output(stream, number, run.output, waiting.entered)
+            waiting.entered = {}
+            return run
+        complete = {name for name in run.outputs if name in resumable and "." not in name}
+        for name, output in run.outputs.items():
+            inside_complete = name not in complete and name.partition(".")[0] in complete
+            if name in resumable and not inside_complete and self._has_room(_nbytes(output)):
+                waiting.returned[name] = output
+                self._returned_bytes += _nbytes(output)
+        return run
 
     def advance(self) -> None:
-        """Move on to the following layer, and delete this one's inputs."""
-        self._cache, self._following = self._following, {}
+        """Move on to the following layer."""
         self.layer += 1
 
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
         """Each sample's row, and its hidden states [S, D] of every stream after the last layer."""
-        streams = {stream for stream, _ in self._cache}
+        streams = {stream for stream, _ in self._waiting}
         for number, batch in enumerate(self.batches):
             for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
-                yield row, {stream: self._cache[stream, number].hidden[index, :length] for stream in streams}
+                yield row, {stream: self._waiting[stream, number].hidden[index, :length] for stream in streams}
 
-    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor where it waits for its next use: on a GPU that has memory for all of them, else on the host."""
+    def set_aside(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of all samples where it waits: on a GPU that has memory for the hidden states, else on the host."""
         return tensor.to(self._place)
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether what modules have returned may take so many more bytes."""
+        device, total = self.decoder.device, self._returned_bytes + nbytes
+        return takes_little(device, total, share=1 / 8) if device.type == "cuda" else total <= RETURNED
 
 
 def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> list[LayerCall]:
@@ -273,8 +345,17 @@ def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> 
     return [LayerCall(*tree_map_only(torch.Tensor, shared, (call.args, call.kwargs))) for call in calls]
 
 
-class _Cached(NamedTuple):
-    """A batch's hidden states [B, S, D] before a layer, and what earlier layers have passed on."""
+@dataclass
+class _Waiting:
+    """What waits of a batch in a stream."""
 
-    hidden: torch.Tensor
-    state: dict[tuple[Any, ...], torch.Tensor]
+    hidden: torch.Tensor  # [B, S, D]
+    calls: list[LayerCall]  # by layer, without what layers hand on
+    state: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)  # handed on by the layers before
+    # Of the layer that is running: what its modules have returned, and what it has handed on so far.
+    returned: dict[str, Any] = field(default_factory=dict)
+    entered: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))

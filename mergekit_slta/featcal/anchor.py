@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from mergekit_slta.actmat.covariance import PRECISION, covariance, merge_by_covariance, merged_task
+from mergekit_slta.actmat.covariance import covariance, merged_task
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.roles import MAPS, Role, tensor_roles
@@ -40,59 +40,15 @@ class ActmatAnchor(Blend):
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
         self._maps = {name: roles[name] for name in names if roles.get(name) in MAPS}
 
-    def of(
-        self, names: Mapping[str, str], tensors: Sequence[Weights], later: Collection[str] = ()
-    ) -> dict[str, torch.Tensor]:
-        """The anchor's tensors, from those that have been read; see ``Blend.of``.
-
-        Args:
-            names: each tensor's key in ``tensors``, and the model's name of it.
-            tensors: the base model's, then the experts'.
-            later: the keys of ``whole_maps`` that stay the base model's, because they are solved later.
-        """
+    def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
+        """The anchor's tensors, from those that have been read; see ``Blend.of``."""
         others = [{key: tensor for key, tensor in model.items() if names[key] not in self._maps} for model in tensors]
-        blended = {**tensors[0], **super().of(names, others)}
-        for key, name in names.items():
-            if name in self._maps and key not in later:
-                blended[key] = self._merged(name, [model[key] for model in tensors])
-        return blended
-
-    def whole_maps(self, names: Mapping[str, str]) -> set[str]:
-        """The keys of the maps that are stored as one tensor."""
-        maps = {key: name for key, name in names.items() if name in self._maps}
-        return {key for key, name in maps.items() if len(self._layout.pieces_of(name)) == 1}
-
-    def of_group(
-        self, maps: Sequence[LinearMap], base: Weights, owners: Sequence[Weights], later: Collection[str]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-        """The tensors of maps with one input that ``of`` has left for later, and the maps' prior.
-
-        Args:
-            maps: the maps.
-            base, owners: the tensors of the base model, and of each task's own model.
-            later: the keys that ``of`` was given.
-
-        Returns:
-            The tensors by their keys, and P [in, in]: the system of ``actmat`` with a unit mean diagonal, or None where
-            no expert has changed a map.
-        """
-        solved = {}
-        first = maps[0].matrix(base)
-        total = torch.zeros(first.shape[1], first.shape[1], dtype=PRECISION, device=first.device)
-        for linear_map in maps:
-            matrix = linear_map.matrix(base)
-            tasks = [linear_map.matrix(owner) - matrix for owner in owners]
-            if linear_map.weight in later:
-                merged = merge_by_covariance(tasks, RIDGE, self.counts)
-                solved[linear_map.weight] = linear_map.stored(matrix + merged.change.to(matrix.dtype))
-                total += merged.covariance
-            else:
-                for task in tasks:
-                    total += covariance(task)
-        if not total.any():
-            return solved, None
-        system = with_ridge(total, RIDGE)
-        return solved, system.div_(system.diagonal().mean())
+        solved = {
+            key: self._merged(name, [model[key] for model in tensors])
+            for key, name in names.items()
+            if name in self._maps
+        }
+        return {**tensors[0], **super().of(names, others), **solved}
 
     def _merged(self, name: str, models: Sequence[torch.Tensor]) -> torch.Tensor:
         """A map's tensor, or the experts' of a mixture one by one, because a GPU may not hold them all."""
@@ -122,6 +78,24 @@ class ActmatAnchor(Blend):
         base, *experts = models
         tasks = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
         return base + merged_task(role, tasks, RIDGE, self.counts).to(base.dtype)
+
+
+def prior_of(maps: Sequence[LinearMap], base: Weights, owners: Sequence[Weights]) -> torch.Tensor | None:
+    """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
+
+    Args:
+        maps: the maps.
+        base, owners: the tensors of the base model, and of each task's own model.
+
+    Returns:
+        P, or None where no expert has changed a map.
+    """
+    changes = ([m.matrix(owner) - m.matrix(base) for owner in owners if owner is not base] for m in maps)
+    total = sum(sum(map(covariance, tasks)) for tasks in changes)
+    if not isinstance(total, torch.Tensor) or not total.any():
+        return None
+    system = with_ridge(total, RIDGE)
+    return system.div_(system.diagonal().mean())
 
 
 def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:

@@ -54,12 +54,12 @@ class LayerMaps:
 
     Attributes:
         groups: the maps to solve, in the order in which they feed each other.
-        kept: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
+        unsolved: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
         writers: the layer's writers that are solved when all that the stream is the sum of before is known.
     """
 
     groups: tuple[MapGroup, ...]
-    kept: Mapping[str, str]
+    unsolved: Mapping[str, str]
     writers: Mapping[str, Writer]
 
 
@@ -80,18 +80,18 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         run = decoder.run(layer, *made_up_layer(decoder, layer), capture=by_module, keep=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
-    kept = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
-    kept |= {m.name: SHARED for m in linear_maps(own) if names[m.weight] in decoder.shared_tensors}
+    unsolved = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
+    unsolved |= {m.name: SHARED for m in linear_maps(own) if names[m.weight] in decoder.shared_tensors}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(own.get_submodule(module))
         shared = decoder.shared_tensors.intersection(names[m.weight] for m in maps)
         if why := SHARED if shared else _unsolvable(maps, child, own, run):
-            kept |= {m.name: why for m in maps}
+            unsolved |= {m.name: why for m in maps}
             continue
         for linear_map in maps:
-            del kept[linear_map.name]
+            del unsolved[linear_map.name]
         given = run.inputs[module]
         same = None if fused else (child, given[0].data_ptr(), given[0].shape[-1], given[0].numel())  # also for views
         if child in run.opened:  # whose parts the layer calls one by one, between other children
@@ -102,7 +102,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
             groups.append(MapGroup(child, module, maps, fused))
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
-    kept |= {name: NO_ROUTES for name in expert_stacks(own) if name not in known}
+    unsolved |= {name: NO_ROUTES for name in expert_stacks(own) if name not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
     of_groups = {INPUT, *(group.child for group in groups)}
     writers = {
@@ -110,13 +110,13 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         for module, writer in decoder.structures[layer].writers.items()
         if module in modules and writer.before.keys() <= of_groups
     }
-    return LayerMaps(tuple(groups), kept, writers)
+    return LayerMaps(tuple(groups), unsolved, writers)
 
 
-def kept_in_words(kept: Mapping[str, str]) -> str:
+def in_words(unsolved: Mapping[str, str]) -> str:
     """The maps that are not solved, those of one reason together, and the reason."""
     names: dict[str, list[str]] = {}
-    for name, why in kept.items():
+    for name, why in unsolved.items():
         names.setdefault(why, []).append(name)
     return "; ".join(f"{', '.join(own)} ({why})" for why, own in names.items())
 

@@ -37,8 +37,9 @@ the output head is solved, too. Norms, embeddings, convolutions and routers are 
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,11 +51,11 @@ from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layer
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
-from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
-from mergekit_slta.featcal.groups import SHARED, LayerMaps, MapGroup, groups_by_layer, kept_in_words
+from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file, prior_of
+from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
-from mergekit_slta.layers.decoder import INPUT, Decoder, hidden_of
+from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
 from mergekit_slta.models.checkpoint import ExpertStack, Weights, stack_of
 
@@ -130,25 +131,21 @@ def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
 
 @dataclass
 class _FeatureMerge(LayerMethod[Tensors]):
-    """Merges one layer after the other, then the output head; see ``feature_merge``.
-
-    Attributes:
-        folder: where the matrices of a mixture's experts are while they are solved.
-    """
+    """Merges one layer after the other, then the output head; see ``feature_merge``."""
 
     anchor: ActmatAnchor
     token_weights: Sequence[torch.Tensor]
     ridge: float | None
     head: LinearMap | None
-    folder: Path
+    folder: Path  # where the matrices of a mixture's experts are while they are solved
 
     def __post_init__(self) -> None:
         self.owners = self.owners_of(self.models)
         self.stage = "embeddings"
         self.maps = groups_by_layer(self.decoder)
-        for words, kept in {kept_in_words(maps.kept): maps.kept for maps in self.maps if maps.kept}.items():
-            numbered = any(map(is_numbered, kept))  # most of a mixture's weights
-            loud = numbered or SHARED in kept.values()
+        for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
+            numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
+            loud = numbered or SHARED in unsolved.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
@@ -162,30 +159,17 @@ class _FeatureMerge(LayerMethod[Tensors]):
 
     def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
-        solver = _LayerMerge(self, layer, weights, streams)
-        for group in self.maps[layer].groups:
+        at_hand = _Layer(self, layer, weights, streams)
+        for group in at_hand.maps.groups:
             self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
-            solver.solve(group, report)
+            at_hand.solve(group, report)
+        errors, ridges = at_hand.finish(), torch.tensor(at_hand.ridges, dtype=torch.float64)
         names = self.decoder.layer_tensors(layer)
-        merged = {names[key]: tensor for key, tensor in solver.tensors().items()}
         return {
-            **merged,
-            LAYER_ERRORS: self._finish_layer(solver),
-            LAYER_RIDGES: torch.tensor(solver.ridges, dtype=torch.float64),
+            **{names[key]: tensor for key, tensor in at_hand.tensors().items()},
+            LAYER_ERRORS: errors,
+            LAYER_RIDGES: ridges,
         }
-
-    def _finish_layer(self, solver: _LayerMerge) -> torch.Tensor:
-        """Set what the layer makes of both streams; returns the mean relative error by task [T]."""
-        sums = torch.zeros(2, len(self.tasks), dtype=torch.float64)
-        for number, batch in enumerate(solver.streams.batches):
-            merged, expert = map(batch.unpadded, solver.begin_or_continue(number).finish(solver.merged))
-            del solver.passages[number]
-            norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
-            errors = (merged - expert).norm(dim=1) / norms
-            sums[0, batch.task] += float(errors[norms > 0].sum())
-            sums[1, batch.task] += int((norms > 0).sum())
-        self.ranks.sum(sums)
-        return sums[0] / sums[1]
 
     def regression(
         self,
@@ -273,46 +257,49 @@ def _untold(samples: int) -> None:
     """Progress that nobody is told."""
 
 
-class _LayerMerge:
-    """One layer of a merge in the making.
+class _Layer:
+    """One layer of a merge in the making, between two streams: the merged model's, and that of each task's own model.
+
+    Both sides run from group to group, with what waits in ``Streams``: the merged layer as far as the group that is to
+    be solved, for its inputs, and the owner's layer as far as the group after that, for what its own maps return. Only
+    what lies between maps (norms, the attention's core, activations) is computed twice, unless memory is short.
 
     Args:
         merge: the merge.
         layer: the layer's index.
         weights: the layer's tensors of the base model and of the experts.
-        streams: the merged model's stream and the experts' own, before this layer.
-
-    Attributes:
-        merged: the layer's tensors; the anchor's where nothing is solved yet, or ever.
-        passages: the batches that have begun the layer, by their numbers.
-        ridges: the ridges that the maps were solved with.
+        streams: what waits before this layer.
     """
 
     def __init__(self, merge: _FeatureMerge, layer: int, weights: Sequence[Weights], streams: Streams) -> None:
         self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
         self.base, self.owners = weights[0], merge.owners_of(weights)
-        names = merge.decoder.layer_tensors(layer)
-        together = {m.weight for group in self.maps.groups if not group.fused for m in group.maps}
-        self._later = merge.anchor.whole_maps(names) & together  # the anchor's, solved with the prior of their group
-        anchor = merge.anchor.of(names, weights, self._later)
+        anchor = merge.anchor.of(merge.decoder.layer_tensors(layer), weights)
         # The matrices of a mixture's experts that are read when they are used: written one by one.
         stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
         self._stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
+        # The layer's tensors; the anchor's where nothing is solved yet, or ever.
         self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self._stacks.items()}
-        self.passages: dict[int, _Passage] = {}
-        self.ridges: list[float] = []
-        self._kept: list[str] = []  # why maps of the group that is being solved keep the anchor's weights
-
-    def begin_or_continue(self, number: int) -> _Passage:
-        """A batch on its way through the layer; when it begins, the task's own model runs the whole layer."""
-        if number not in self.passages:
-            self.passages[number] = _Passage(self.streams, number, self.maps)
-            self.passages[number].run_expert(self.owners[self.streams.batches[number].task])
-        return self.passages[number]
+        self.ridges: list[float] = []  # that groups were solved with
+        self._unsolved: list[str] = []  # why maps of the group at hand stay the anchor's
+        groups = self.maps.groups
+        self._mixtures = {group.module for group in groups if group.fused}
+        self._resumable = {name for group in groups for name in (group.child, *group.modules)}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The layer's tensors, as they can be written to a file."""
         return {**self.merged, **self._stacks}
+
+    def run(self, stream: int, number: int, until: str | None = None) -> LayerRun:
+        """Run one side on a batch, as far as a module or to the end, which sets its output."""
+        weights = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
+        how: dict[str, Any] = {"until": until, "capture": self._mixtures, "resumable": self._resumable}
+        return self.streams.run_layer(stream, number, weights, **how)
+
+    def _run_both(self, number: int, group: MapGroup) -> tuple[LayerRun, LayerRun]:
+        """Run the merged side on a batch as far as a group, and the owner's as far as the group after it."""
+        after = self.maps.groups[self.maps.groups.index(group) + 1 :]
+        return self.run(MERGED, number, group.module), self.run(EXPERT, number, after[0].module if after else None)
 
     def solve(self, group: MapGroup, report: Progress) -> None:
         """Solve the first unsolved group; the layer runs inside ``regression``. ``report`` is told the samples used."""
@@ -321,40 +308,77 @@ class _LayerMerge:
         else:
             tasks = [self._tokens(group, task, report) for task in range(len(self.owners))]
             self._solve(group.maps, tasks, self.streams.tokens)
-        if self._kept:
-            LOG.warning("Layer %d: %s are merged as by actmat, not solved", self.layer, ", ".join(self._kept))
-            self._kept = []
+        if self._unsolved:
+            LOG.warning("Layer %d: %s are merged as by actmat, not solved", self.layer, ", ".join(self._unsolved))
+            self._unsolved = []
+
+    def finish(self) -> torch.Tensor:
+        """Set the layer's outputs on both streams; returns the mean relative error by task [T]."""
+        sums = torch.zeros(2, len(self.owners), dtype=torch.float64)
+        for number, batch in enumerate(self.streams.batches):
+            if not self.maps.groups:  # whose last has run the owner's layer to its end
+                self.run(EXPERT, number)
+            merged = batch.unpadded(self.run(MERGED, number).output)
+            expert = batch.unpadded(self.streams.hidden(EXPERT, number))
+            norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
+            errors = (merged - expert).norm(dim=1) / norms
+            sums[0, batch.task] += float(errors[norms > 0].sum())
+            sums[1, batch.task] += int((norms > 0).sum())
+        self.merge.ranks.sum(sums)
+        return sums[0] / sums[1]
 
     def _tokens(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
         """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
         for number, batch in self.streams.batches_of(task):
-            passage = self.begin_or_continue(number)
-            targets = passage.targets(group)
-            inputs = batch.unpadded(passage.inputs(group, self.merged)[0])
+            hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
+            merged, expert = self._run_both(number, group)
+            streams = [{INPUT: own, **run.outputs} for own, run in zip(hidden, (merged, expert), strict=True)]
             outputs = []
             for linear_map in group.maps:
-                output, offset = batch.unpadded(targets[linear_map.module]), linear_map.offset(self.owners[task])
-                if (drift := passage.drift(linear_map.module)) is not None:
+                output, offset = expert.outputs[linear_map.module], linear_map.offset(self.owners[task])
+                output, drift = batch.unpadded(output), self._drift(linear_map.module, *streams)
+                if drift is not None:
                     output = output + DRIFT * batch.unpadded(drift)
                 outputs.append(output if offset is None else output - offset)
+            inputs = batch.unpadded(merged.inputs[group.module][0])
             yield inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.merge.token_weights)
             report(len(batch.rows))
+
+    def _drift(self, module: str, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
+        """By how much the expert's residual stream differs from the merged model's where a module writes to it.
+
+        Args:
+            module: the module.
+            merged, expert: by the layer's input and the children that have run before the module, what each is in the
+                merged model's layer, and in the expert's.
+
+        Returns:
+            The drift in units of the module's output [B, S, out]; None where there is nothing to correct. In the first
+            layer the embeddings' difference does not count.
+        """
+        if (writer := self.maps.writers.get(module)) is None:
+            return None
+        parts = [
+            factor / writer.factor * (hidden_of(expert[source]) - hidden_of(merged[source]))
+            for source, factor in writer.before.items()
+            if source != INPUT or self.layer
+        ]
+        return functools.reduce(torch.add, parts) if parts else None
 
     def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
         names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
-        solved, prior = self.merge.anchor.of_group(maps, self.base, self.owners, self._later)
-        self.merged |= solved  # first: the tokens run through these maps
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
+        prior = prior_of(maps, self.base, self.owners)
         regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
         if expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
-            self._kept.append(f"{names} ({regression.tokens} tokens)")
+            self._unsolved.append(f"{names} ({regression.tokens} tokens)")
             return
         change = regression.solve()
         LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
         if change.ridge is None:
-            self._kept.append(f"{names} (their inputs are not finite)")
+            self._unsolved.append(f"{names} (their inputs are not finite)")
             return
         self.ridges.append(change.ridge)
         end = 0
@@ -377,15 +401,22 @@ class _LayerMerge:
 
     def _solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
+        numbers = sorted({m.expert for m in group.maps if m.expert is not None})
         routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
         for number, batch in enumerate(self.streams.batches):
-            routed.append(self.begin_or_continue(number).routed(group, self.merged))
+            positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
+            merged, expert = (
+                routed_inputs(run.inputs[group.module], len(numbers), positions)
+                for run in self._run_both(number, group)
+            )
+            both = merged, _at_places_of(merged, expert)
+            routed.append(tree_map_only(torch.Tensor, self.streams.set_aside, both))
             report(len(batch.rows))
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             if name not in self._stacks:
                 self.merged[name] = self.merged[name].clone()
         module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
-        for index in sorted({m.expert for m in group.maps if m.expert is not None}):
+        for index in numbers:
             first, down = (m for m in group.maps if m.expert == index)
             # By task: the merged model's inputs, the task's own model's, and each token's sample and weight.
             reaching = [list(self._reaching(routed, index, task)) for task in range(len(self.owners))]
@@ -417,129 +448,6 @@ class _LayerMerge:
             for tokens, owner in zip(reaching, self.owners, strict=True)
         ]
         self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
-
-
-class _Passage:
-    """A batch on its way through a layer: ``run_expert``, then the merged layer, from one group of maps to the next.
-
-    The layer runs once on each stream, although the merged maps become known one after another: every run goes on where
-    the run before it stopped. Modules that have run are not run again, their outputs are kept. Only what lies between
-    maps (norms, the attention's core, activations) may be computed twice.
-
-    Args:
-        streams: the merged model's stream and the experts' own, before this layer.
-        number: the batch's number.
-        maps: the layer's groups of maps.
-    """
-
-    def __init__(self, streams: Streams, number: int, maps: LayerMaps) -> None:
-        self.streams, self.number, self.maps = streams, number, maps
-        self.batch = streams.batches[number]
-        self._children = {group.child for group in maps.groups}
-        self._modules = {module for group in maps.groups for module in group.modules}
-        # What modules of the merged layer have returned, by their paths, and what it passes to later layers.
-        self._outputs: dict[str, Any] = {}
-        self._state: dict[Any, torch.Tensor] = {}
-
-    def run_expert(self, weights: Weights) -> None:
-        """Run the whole layer of the task's own model; set its output on the stream, keep what its modules return."""
-        streams, number, maps = self.streams, self.number, self.maps
-        mixtures = {group.module: group for group in maps.groups if group.fused}
-        run = streams.decoder.run(
-            streams.layer,
-            weights,
-            streams.hidden(EXPERT, number),
-            streams.call(EXPERT, number),
-            capture=mixtures,
-            keep=self._modules,
-        )
-        streams.set_output(EXPERT, number, run.output, run.state)
-        targets = {
-            module: self._routed(mixtures[module], run.inputs[module]) if module in mixtures else run.outputs[module]
-            for module in self._modules
-        }
-        before = {source for writer in maps.writers.values() for source in writer.before} - {INPUT}
-        added = {source: hidden_of(run.outputs[source]) for source in before}
-        # Of the expert's layer: what modules have returned (a mixture's, what it was given), the outputs of children
-        # that have written to the residual stream before a writer does, and the layer's own.
-        self._targets, self._added, self._expert_output = self._wait((targets, added, run.output))
-
-    def inputs(self, group: MapGroup, merged: Weights) -> tuple[Any, ...]:
-        """The arguments that the merged layer gives to a group's first module."""
-        given: tuple[Any, ...] = self._run_to(group.module, merged)
-        return given
-
-    def targets(self, group: MapGroup) -> dict[str, Any]:
-        """By module of a group: what it returns in the expert's own layer [B, S, out], or, for a mixture, the
-        ``RoutedInputs`` that it is given. They can be taken once.
-        """
-        return {module: self._back(self._targets.pop(module)) for module in group.modules}
-
-    def drift(self, module: str) -> torch.Tensor | None:
-        """By how much the expert's residual stream differs from the merged model's where a module writes to it.
-
-        It is in units of the module's output [B, S, out]; None where there is nothing to correct. In the first layer
-        the embeddings' difference does not count. The merged model has run as far as the module.
-        """
-        if (writer := self.maps.writers.get(module)) is None:
-            return None
-        drift = None
-        for source, factor in writer.before.items():
-            if source != INPUT:
-                kept = self._added[source], hidden_of(self._outputs[source])
-                expert, merged = map(self._back, kept)
-            elif self.streams.layer:
-                expert, merged = (self.streams.hidden(stream, self.number) for stream in (EXPERT, MERGED))
-            else:
-                continue
-            part = factor / writer.factor * (expert - merged)
-            drift = part if drift is None else drift + part
-        return drift
-
-    def routed(self, group: MapGroup, merged: Weights) -> tuple[RoutedInputs, torch.Tensor]:
-        """What the merged layer gives to a mixture's experts, and what the expert's layer gives in the same places."""
-        inputs, targets = self._routed(group, self.inputs(group, merged)), self.targets(group)[group.module]
-        routed: tuple[RoutedInputs, torch.Tensor] = self._wait((inputs, _at_places_of(inputs, targets)))
-        return routed
-
-    def _routed(self, group: MapGroup, given: Sequence[torch.Tensor]) -> RoutedInputs:
-        """Which inputs of the batch's tokens go to which of a mixture's experts, without padding."""
-        experts = len({linear_map.expert for linear_map in group.maps})
-        positions = self.batch.unpadded(torch.arange(self.batch.token_ids.numel())[:, None]).flatten()
-        return routed_inputs(given, experts, positions)
-
-    def finish(self, merged: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Set and return the layer's outputs [B, S, D] in both streams, once all groups are solved."""
-        output = self._run_to(None, merged)
-        self.streams.set_output(MERGED, self.number, output, self._state)
-        return output, self._back(self._expert_output)
-
-    def _run_to(self, until: str | None, merged: Weights) -> Any:
-        """Run the merged layer on, up to a module, whose arguments are returned, or to the end, for its output."""
-        run = self.streams.decoder.run(
-            self.streams.layer,
-            merged,
-            self.streams.hidden(MERGED, self.number),
-            self.streams.call(MERGED, self.number),
-            until=until,
-            replay=self._back(self._outputs),
-            keep=self._modules,
-        )
-        self._state |= self._wait(dict(run.state))  # a child that is replayed later passes nothing on again
-        finished = self._children & set(run.outputs)
-        outside = {name for name in (*self._modules, *self._outputs) if not finished & {name, name.partition(".")[0]}}
-        before = {name: output for name, output in self._outputs.items() if name in outside}
-        inside = self._modules & set(run.outputs) & outside
-        self._outputs = before | {name: self._wait(run.outputs[name]) for name in finished | inside}
-        return run.output if until is None else run.inputs[until]
-
-    def _wait(self, values: Any) -> Any:
-        """Tensors where they wait for their next use."""
-        return tree_map_only(torch.Tensor, self.streams.kept, values)
-
-    def _back(self, values: Any) -> Any:
-        """Tensors on the device that computes."""
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.streams.decoder.device), values)
 
 
 def _at_places_of(merged: RoutedInputs, expert: RoutedInputs) -> torch.Tensor:

@@ -11,7 +11,7 @@ from support import families
 from support.architecture_scan import small_decoder
 from support.rounding import rounding
 
-from mergekit_slta.featcal.groups import find_groups, groups_by_layer, kept_in_words
+from mergekit_slta.featcal.groups import find_groups, groups_by_layer, in_words
 from mergekit_slta.layers.decoder import INPUT, Writer
 from mergekit_slta.layers.maps import linear_maps
 
@@ -44,8 +44,8 @@ def test_what_is_kept_are_routers_and_experts_that_cannot_be_called(architecture
     for layer in range(families.LAYERS):
         found, maps = find_groups(decoder, layer), {m.name: m.module for m in linear_maps(decoder.layers[layer])}
         solved = [m.name for group in found.groups for m in group.maps]
-        assert sorted([*solved, *found.kept]) == sorted(maps)
-        kept |= {maps[name] for name in found.kept}
+        assert sorted([*solved, *found.unsolved]) == sorted(maps)
+        kept |= {maps[name] for name in found.unsolved}
     assert kept == KEPT.get(architecture, set())
 
 
@@ -56,7 +56,7 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
         [f"{mixture}.{name}" for mixture in ("mlp", "self_attention.experts") for name in names]
         for names in (["router.layer"], ["input_linear.weight", "output_linear.weight"])
     )
-    assert kept_in_words(found.kept) == (
+    assert in_words(found.unsolved) == (
         f"{', '.join(sorted(routers))} (that choose a mixture's routed experts); "
         f"{', '.join(stacks)} (that compute all routed experts together: which tokens each expert gets is not known)"
     )
@@ -64,7 +64,7 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
 
 def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> None:
     """DeepSeek V4's first output map: one map could not be told from its inputs and outputs."""
-    kept = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).kept
+    kept = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).unsolved
     assert kept["self_attn.o_a_proj"] == "in a module that does more than multiply"
 
 

@@ -39,7 +39,7 @@ from support.families import Family
 from support.merging import State, by_reference, load, merged, solved, stored, wrong_tensors
 
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.groups import groups_by_layer, kept_in_words
+from mergekit_slta.featcal.groups import groups_by_layer, in_words
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps
 from mergekit_slta.layers.roles import Role, tensor_roles, turned
@@ -317,7 +317,7 @@ def _trace_all(row: Row, decoder: Decoder) -> None:
     row.works["featcal"] = TRACED
     if not _solves_most(decoder):
         row.in_part.append("featcal")
-        kept = dict.fromkeys(kept_in_words(maps.kept) for maps in groups_by_layer(decoder) if maps.kept)
+        kept = dict.fromkeys(in_words(maps.unsolved) for maps in groups_by_layer(decoder) if maps.unsolved)
         row.reasons.append(f"{FEATCAL}: {'; '.join(kept)}.")
 
 
