@@ -7,10 +7,10 @@ samples' token ids, and the end, which gives mergekit each tensor from the folde
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
 
-1. the merged layer starts as the anchor's (maps that will be solved become the anchor's with their group);
-2. for each group of maps that read the same input, in the order in which they feed each other: the merged stream runs
-   as far as the group, the group is solved, and the layer takes the solution;
-3. the layer's outputs are set on both streams, and its tensors are written.
+1. the merged layer starts as the anchor's;
+2. for each group of maps that read the same input, in the order in which they feed each other: the merged model's layer
+   runs as far as the group, and the expert's past it, the group is solved, and the layer takes the solution;
+3. the merged layer runs to its end, and its tensors are written.
 
 The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, base model's
 W_0, anchor W_a, and expert t's own W_t and b_t, becomes
@@ -50,7 +50,7 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges
+from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file, prior_of
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression
@@ -121,6 +121,21 @@ def feature_merge(
 def stages(decoder: Decoder, head: LinearMap | None) -> int:
     """How many stages a feature merge has: the groups of maps, and the output head."""
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
+
+
+def waiting(decoder: Decoder, tokens: int) -> int:
+    """How many bytes of so many tokens wait at most while the layers are solved; see ``waiting_bytes``."""
+    width, returned = decoder.model.config.get_text_config().hidden_size, 0
+    groups = [(layer, group) for layer, maps in enumerate(groups_by_layer(decoder)) for group in maps.groups]
+    children: dict[tuple[int, str], int] = {}  # how wide the outputs of the maps in each are together
+    for layer, group in groups:
+        state = decoder.layers[layer].state_dict()
+        rows = width if group.fused else sum(len(linear_map.matrix(state)) for linear_map in group.maps)
+        children[layer, group.child] = children.get((layer, group.child), 0) + rows
+    for (layer, _), rows in children.items():  # beside the outputs of all other children, in both streams
+        returned = max(returned, rows + 2 * width * sum(other == layer for other, _ in children))
+    routed = any(group.fused for _, group in groups)  # the inputs of routed experts wait in both streams, too
+    return waiting_bytes(tokens, width, 4 if routed else 2, returned)
 
 
 def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:

@@ -1,15 +1,22 @@
-"""What waits between layers."""
+"""What waits between layers, and between two runs of a layer: it is bounded, and what finds no room runs again."""
 
 from __future__ import annotations
+
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import MakeFamily
-from support import families
+from support import depths, families
+from support.families import Family
 from torch.utils._pytree import tree_leaves
 
+from mergekit_slta.engine import streams as module
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams, decoder_batches, read_edges
+from mergekit_slta.engine.streams import Streams, decoder_batches, read_edges, waiting_bytes
+from mergekit_slta.featcal.merge import waiting
 from mergekit_slta.layers.calls import embed, embedding_tensors
 from mergekit_slta.layers.decoder import LayerCall
 from mergekit_slta.layers.trace import trace
@@ -37,12 +44,62 @@ def test_the_masks_of_all_batches_and_streams_take_the_memory_of_the_longest(
     for stream, model in enumerate(models):
         edges = read_edges(decoder, model, embedding_tensors(decoder))
         for number, batch in enumerate(batches):
-            streams.layer, waiting = 0, []
+            streams.layer, calls = 0, []
             for streams.layer in range(len(decoder)):
-                waiting.append(streams.call(stream, number))
+                calls.append(streams.call(stream, number))
             expected = masks(embed(decoder, batch.token_ids, edges)[1])
-            assert all(map(torch.equal, masks(waiting), expected)) and len(masks(waiting)) == len(expected)
-            memory |= {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in masks(waiting)}
+            assert all(map(torch.equal, masks(calls), expected)) and len(masks(calls)) == len(expected)
+            memory |= {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in masks(calls)}
     heads = family.config.num_attention_heads if architecture == "falcon_alibi" else 1
     number = 1 if architecture == "mistral" else 4
     assert list(memory.values()) == [number * heads * max(LENGTHS) ** 2] * kinds
+
+
+@pytest.mark.parametrize("room", [0, 40_000])  # all runs again, or some
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gemma4", "llama4"])
+def test_a_merge_is_the_same_to_the_last_bit_where_layers_run_again(
+    room: int, architecture: str, make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routed experts in both forms, and layers that hand more than hidden states on to later ones."""
+    family, taken = make_family(architecture, records=4), [0]
+    run_layer = Streams.run_layer
+
+    def watched(self: Streams, *arguments: Any, **settings: Any) -> Any:
+        run = run_layer(self, *arguments, **settings)
+        taken.append(self._returned_bytes)
+        return run
+
+    monkeypatch.setattr(Streams, "run_layer", watched)
+    families.feature_merge(family, tmp_path / "waiting", batch_tokens=40)
+    assert max(taken) > 40_000 and taken[-1] == 0
+    taken.clear()
+    monkeypatch.setattr(module, "RETURNED", room)
+    families.feature_merge(family, tmp_path / "again", batch_tokens=40)
+    assert room / 2 <= max(taken) <= room
+    expected, found = (families.solved_tensors(tmp_path / name) for name in ("waiting", "again"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+MANY = [[[3 + (i * j) % 50 for i in range(256)] for j in range(30 * task + 1, 30 * task + 31)] for task in range(2)]
+ROOM = 10_000_000
+
+
+def merge_many(family: Family, folder: Path) -> None:
+    module.RETURNED = ROOM
+    families.feature_merge(family, folder, tasks=MANY, batch_tokens=512)
+
+
+@depths.needs_account
+def test_many_prompts_take_the_memory_that_is_counted(
+    forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    """A narrow model with a wide MLP: what its modules return is most of the memory, unless it is bounded."""
+    sizes = {"hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 1}
+    family = make_family(families.config_of("llama", **sizes))
+    peak = depths.peak_in_a_process(forks, merge_many, family, tmp_path)
+    print(f"peak {peak / 1e6:.0f} MB")
+    tokens = sum(map(len, MANY)) * 256
+    assert waiting(trace(family.config), tokens) > 130e6  # without a bound that is reached
+    batch = 4 * 512 * 20 * 1024  # a batch on its way through the MLP
+    solving = 4 * 8 * 1024**2
+    assert peak < waiting_bytes(tokens, 64, 2) + ROOM + batch + solving
