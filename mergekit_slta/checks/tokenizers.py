@@ -61,6 +61,11 @@ def aligned_rows(experiment: Experiment) -> None:
     if (owner := Path(experiment.recipe.tokenizer_owner.model.path)).is_dir():
         refuse_links(owner, beside_weights(owner))
     ids, base = aligned.tokenizer.get_vocab(), experiment.model(experiment.recipe.base)
+    if max(ids.values()) >= len(ids):
+        raise SltaError(
+            f"The recipe's tokenizer has {len(ids)} tokens with ids up to {max(ids.values())}, and mergekit makes a "
+            "row for each token, none for the gaps: leave 'tokenizer' and 'tokenizer_source' out."
+        )
     has_second = getattr(base.config.get_text_config(), "vocab_size_per_layer_input", None)
     if has_second and any(not own.items() <= ids.items() for own in aligned.original_vocabs.values()):
         raise SltaError(

@@ -28,7 +28,7 @@ from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method,
 from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
 from mergekit_slta.output import card, manifest
-from mergekit_slta.output.companions import entry_files, finish_folder
+from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.words import listed
@@ -79,6 +79,7 @@ def run(
                 fix = suggestion(config.merge_method, known) or f": it knows {', '.join(sorted(known))}."
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{fix}")
             stock(config, out, MergekitOptions(**in_recipes_type(options, config.dtype)), source)
+            open_to_others(Path(out))
             partial = Partial(Path(out) / PARTIAL_OF_MERGE)
             if partial.folder.parent.exists():  # of an earlier merge by one of our methods
                 card.renew_beside(Path(out), None)
@@ -117,6 +118,8 @@ def _merged(
     experiment.open()
     experiment.adapt_loaders()
     _say_differences(experiment, folder)
+    if experiment.ranks.first and (aside := set_aside(experiment, folder)):
+        LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
     merge.prepare(folder, partial)
     if not experiment.ranks.first:
         return []

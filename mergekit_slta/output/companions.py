@@ -16,7 +16,8 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import files
-from mergekit_slta.checks.tokenizers import GENERATION, end_of_turn, json_file, stop_ids
+from mergekit_slta.checks.tokenizers import GENERATION, TOKENIZER, end_of_turn, json_file, stop_ids
+from mergekit_slta.engine.partial import run_of
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
 from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, code_of
@@ -42,6 +43,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         config = json_file(folder / "config.json")
         restore(json_file(_folder(("config.json",), base) / "config.json"), config)
         _write(folder / "config.json", config)
+        open_to_others(folder)
         # An adapter that brings the tokenizer has no settings of its own.
         stops_like = owner.model if (_folder(("config.json",), owner.model) / "config.json").is_file() else base
         problems += _copies((GENERATION,), stops_like, folder)
@@ -53,6 +55,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
             problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
         if made or template:
             _older_tokenizer(folder, template)
+            _older_merges(_folder(TOKENIZER_FILES, owner.model) / TOKENIZER, folder / TOKENIZER)
         if template or owner != recipe.base:
             _name_tokens(written, _folder((GENERATION, "config.json"), stops_like), folder)
     except (*hub.HUB_ERRORS, SltaError) as error:
@@ -106,7 +109,18 @@ def _older_tokenizer(folder: Path, template: bool) -> None:
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by its older name
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    for name in ("is_local", "local_files_only"):  # how this machine has loaded it
+        settings.pop(name, None)
     _write(path, settings)
+
+
+def _older_merges(source: Path, written: Path) -> None:
+    """Write a tokenizer's merges as "a b" where the source has them so: older programs read no pairs."""
+    known, content = json_file(source).get("model", {}).get("merges") or [()], json_file(written)
+    pairs = content.get("model", {}).get("merges") or []
+    if isinstance(known[0], str) and all(isinstance(pair, list) and " " not in "".join(pair) for pair in pairs):
+        content["model"]["merges"] = [" ".join(pair) for pair in pairs]
+        files.write(written, json.dumps(content, indent=2, ensure_ascii=False).encode())
 
 
 def _name_tokens(tokenizer: Any, source: Path, folder: Path) -> None:
@@ -130,11 +144,37 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     files.write(path, f"{json.dumps(content, indent=2, sort_keys=True)}\n".encode())  # as transformers does
 
 
+def set_aside(experiment: Experiment, folder: Path) -> list[str]:
+    """Add ``.old`` to the names of the files that a merge would replace and that no merge has written; their names."""
+    options, ours = experiment.options, (files.RECIPE_OF_MERGE, files.MANIFEST_OF_MERGE)
+    known = run_of(folder / files.PARTIAL_OF_MERGE) or any((folder / name).is_file() for name in ours)
+    strange = [folder / CARD] if options.write_model_card and not _is_card(folder / CARD) else []
+    if not known:
+        tokenizer = options.copy_tokenizer or experiment.recipe.tokenizer_source is not None
+        others = [file for pattern in ("config.json", GENERATION, *PROCESSOR) for file in folder.glob(pattern)]
+        strange += [*entry_files(folder, tokenizer), *others]
+    names = sorted({str(file.relative_to(folder)) for file in strange if file.is_file()})
+    for name in names:
+        (folder / name).replace(folder / f"{name}.old")
+    return names
+
+
+def _is_card(file: Path) -> bool:
+    """Whether a merge has written a model card."""
+    return file.is_file() and "mergekit" in file.read_text(encoding="utf-8", errors="replace")
+
+
+def open_to_others(folder: Path) -> None:
+    """Give the weights the mode of other new files; the library that writes them keeps them from everybody else."""
+    for pattern in ("model*.safetensors", "pytorch_model*.bin"):
+        for file in folder.glob(pattern):
+            file.chmod((folder / "config.json").stat().st_mode)
+
+
 def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
     """The files of a merge that programs read, with inode and time: weights, recipe, card, the tokenizer's files."""
     patterns = [f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
     patterns += [*SHARDS, files.RECIPE_OF_MERGE, *((*TOKENIZER_FILES, *CHAT_TEMPLATES) if tokenizer else ())]
     entries = [file for pattern in patterns for file in folder.glob(pattern)]
-    if (card := folder / CARD).is_file() and "mergekit" in card.read_text(encoding="utf-8", errors="replace"):
-        entries.append(card)
+    entries += [folder / CARD] if _is_card(folder / CARD) else []
     return {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in entries if file.is_file()}

@@ -129,3 +129,16 @@ def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_famil
         assert head_to_solve(families.experiment(recipe | more)) is not None
     for more in ({"tokenizer_source": "union"}, {"tokenizer": base | {"pad_to_multiple_of": 64}}):
         assert head_to_solve(families.experiment(recipe | more)) is None
+
+
+@pytest.mark.parametrize("changes", [{"source": "base"}, {"source": "union"}, {"pad_to_multiple_of": 64}], ids=str)
+def test_ids_with_gaps_cannot_be_aligned(changes: dict[str, Any], family: Family) -> None:
+    """mergekit makes as many rows as there are tokens."""
+    for folder in family.folders:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        content["model"]["vocab"] |= {"one": 52, "two": 56}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    recipe = families.recipe(family, "sftm", calibration=False)
+    assert problems(recipe) == []
+    said = only(recipe | {"tokenizer": {"source": "base"} | changes})
+    assert "mergekit makes a row for each token, none for the gaps: leave 'tokenizer' and 'tokenizer_source' " in said

@@ -107,6 +107,58 @@ def test_files_that_may_not_be_written_are_replaced(recipe: dict[str, Any], tmp_
         assert all((out / name).stat().st_ino != inode for name, inode in inodes.items())
 
 
+def test_what_no_merge_has_written_is_set_aside(
+    recipe: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "merged"
+    out.mkdir()
+    names = ("README.md", "config.json", GENERATION, "merges.txt", "model.safetensors", "preprocessor_config.json")
+    for name in names:
+        (out / name).write_text("a user's")
+    (out / "notes.txt").write_text("stays")
+    written: dict[str, Any] = {"copy_tokenizer": True, "write_model_card": True}
+    for _ in range(2):  # what a merge has written is replaced
+        families.merge(recipe, out, **written)
+        assert {file.name for file in out.glob("*.old")} == {f"{name}.old" for name in names}
+        assert all((out / f"{name}.old").read_text() == "a user's" for name in names)
+    assert (out / "notes.txt").read_text() == "stays"
+    (said,) = (record.getMessage() for record in caplog.records if ".old" in record.getMessage())
+    assert said == f"Added .old to the names of files in {out} that the merge replaces: {', '.join(sorted(names))}."
+    (out / "README.md").write_text("my own words")
+    families.merge(recipe, out, **written)
+    assert (out / "README.md.old").read_text() == "my own words"
+
+
+@pytest.mark.parametrize("method", ["slta", "sftm", "linear"])
+def test_others_may_read_what_the_umask_lets_them(method: str, llama: Family, tmp_path: Path) -> None:
+    own: Any = {"per_expert": {"weight": 1.0}} if method == "linear" else {}
+    settings: Any = {"samples": 2} if method == "slta" else {"calibration": False}
+    recipe = families.recipe(llama, method, **settings, **own)
+    recipe |= {"base_model": None} if method == "linear" else {}
+    out = families.merge(recipe, tmp_path / "out", write_model_card=True)
+    (tmp_path / "new").touch()
+    wanted = (tmp_path / "new").stat().st_mode
+    assert {file.name: oct(file.stat().st_mode) for file in out.rglob("*") if file.is_file()} == {
+        file.name: oct(wanted) for file in out.rglob("*") if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("form", ["a b", ["a", "b"]], ids=str)
+def test_merges_of_a_tokenizer_keep_their_form(form: Any, family: Family, tmp_path: Path) -> None:
+    """Programs before 2024 read no pairs, which is how this release of tokenizers writes them."""
+    for folder in family.folders:
+        tokenizer = content(folder / "tokenizer.json")
+        tokenizer["model"]["vocab"]["ab"] = len(tokenizer["model"]["vocab"])
+        tokenizer["model"]["merges"] = [form]
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    chat_model(family.experts[0])  # with more tokens
+    recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer_source": "union"}
+    out = merged_by(recipe, tmp_path / "out")
+    assert content(out / "tokenizer.json")["model"]["merges"] == [form]
+    assert transformers.AutoTokenizer.from_pretrained(out).tokenize("cab") == ["c", "ab"]
+    assert not {"is_local", "local_files_only"} & content(out / "tokenizer_config.json").keys()
+
+
 LLAMA_3 = {
     "rope_type": "llama3",
     "factor": 8.0,
