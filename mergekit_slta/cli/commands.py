@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -317,11 +318,15 @@ def evaluate(
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.evaluation.evaluate import evaluate as ranked
+    from mergekit_slta.output.manifest import add_scores
     from mergekit_slta.recipe.recipe import Recipe, data_of
 
     with interruptible("starts over"):
         comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
     _show(comparison, comparison.to_json, json_file)
+    for folder in out:
+        with suppress(OSError):  # in a folder that cannot be written, the manifest stays without scores
+            add_scores(folder, comparison)
     below = comparison.below(at_least) if at_least is not None else []
     for sentence in below:
         click.echo(sentence, err=True)

@@ -32,6 +32,7 @@ ALPHA_FIGURE = "mergekit-slta/alpha.png"
 BESIDE = (STATISTICS_OF_MERGE, ALPHA_FIGURE)  # of an ``slta`` merge
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
 HEADING = "## How this model was made"
+SCORES = "## Scores on held-out prompts"
 # What each method does; read here, so that a method without a sentence fails when this module is imported.
 _IN_WORDS = {method: settings.in_words for method, settings in SETTINGS.items()}
 SHOWN = 12  # characters of a commit
@@ -94,6 +95,8 @@ def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -
         made = manifest.read(folder)
         if made and HEADING not in card.text:
             card.text = f"{card.text.rstrip()}\n\n{_section(recipe, made, solution)}\n"
+        if made and made.scores and SCORES not in card.text:
+            card.text = f"{card.text.rstrip()}\n\n{SCORES}\n\n{_score_table(made)}\n"
     return str(card)
 
 
@@ -147,6 +150,18 @@ def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> s
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in zip(*columns, strict=True)
     )
+
+
+def _score_table(made: Manifest) -> str:
+    """The scores of the merge on held-out prompts, with the number of answers behind each accuracy."""
+    lines = [
+        ["Task of", "Prompts", "Accuracy (short answers)", "Share of the expert's gain in likelihood"],
+        ["---"] * 4,
+    ]
+    for model, score in made.scores.items():
+        accuracy = f"{as_score(score['accuracy'])} ({score['short_answers']:.0f})"
+        lines.append([_code(model), f"{score['prompts']:.0f}", accuracy, as_score(score["gain_kept"])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def published_recipe(recipe: Recipe) -> str:

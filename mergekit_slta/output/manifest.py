@@ -9,6 +9,7 @@ import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.errors import SltaError
+from mergekit_slta.evaluation.evaluate import Comparison
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.headers import weight_map
@@ -67,6 +69,8 @@ class Manifest(BaseModel):
     versions: dict[str, str]
     # How many tensors there are of each type and shape, as "BF16 [32, 48]", by names with a star for each number.
     tensors: dict[str, dict[str, int]] = {}
+    # By the model whose task it is: the ``TaskScore`` of the merge, with the numbers of prompts; by ``evaluate``.
+    scores: dict[str, dict[str, int | float | None]] = {}
 
 
 def describe(experiment: Experiment, solution: Solution | None = None, folder: Path | None = None) -> Manifest:
@@ -119,6 +123,18 @@ def read(folder: Path) -> Manifest | None:
         raise SltaError(
             f"{path} cannot be read ({type(error).__name__}): get an undamaged copy, or delete it."
         ) from None
+
+
+def add_scores(folder: Path, comparison: Comparison) -> None:
+    """Add a merge's scores to its manifest, if its folder has one; an OSError leaves it as it was."""
+    made, place = read(folder), str(folder.expanduser().resolve())
+    if made is not None:
+        scores = {
+            of.model: {"prompts": of.prompts, "short_answers": of.short_answers}
+            | asdict(of.scores[place if place in of.scores else Path(place).name])
+            for of in comparison.tasks.values()
+        }
+        write(made.model_copy(update={"scores": scores}), folder)
 
 
 def differences(before: Manifest, now: Manifest) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from support.families import Family
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.output import card as module
 from mergekit_slta.output import manifest
-from mergekit_slta.output.card import INSTALL
+from mergekit_slta.output.card import INSTALL, SCORES
 from mergekit_slta.output.manifest import Manifest, MergedModel, MergedTask
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.words import as_score
 
 OPTIONS = {"write_model_card": True}
 
@@ -64,6 +67,25 @@ def test_no_path_of_this_machine_gets_out(merged: Path, llama: Family) -> None:
     for private in (str(merged.parent), str(llama.base.parent), f"{Path.home()}/", "/tmp"):
         assert private not in text
     assert "base_model: base" in (merged / "README.md").read_text()
+
+
+def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_path: Path) -> None:
+    """``evaluate`` adds them to the manifest, and ``publish`` renews the card."""
+    out = Path(shutil.copytree(merged, tmp_path / "out"))
+    recipe = Recipe.load(out / "mergekit_config.yml")
+    assert SCORES not in module.merge_card(out, recipe)
+    run("evaluate", out / "mergekit_config.yml", out, "--json", tmp_path / "scores.json", "--quiet")
+    tasks = json.loads((tmp_path / "scores.json").read_text())["tasks"]
+    made = manifest.read(out)
+    assert made is not None and list(made.scores) == list(tasks)
+    for name, task in tasks.items():
+        assert task["scores"]["out"].items() <= made.scores[name].items()
+        assert made.scores[name]["prompts"] == task["prompts"] > 0
+    text = module.merge_card(out, recipe)
+    accuracy, gain = (as_score(made.scores["expert0"][of]) for of in ("accuracy", "gain_kept"))
+    assert f"| `expert0` | {tasks['expert0']['prompts']} | {accuracy} (0) | {gain} |" in text
+    (out / "README.md").write_text(text)
+    assert module.merge_card(out, recipe) == text
 
 
 def test_adapters_have_their_option_in_the_commands(llama: Family, tmp_path: Path) -> None:
