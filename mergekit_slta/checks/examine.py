@@ -46,21 +46,13 @@ HALF = ("bfloat16", "float16")
 
 @dataclass(frozen=True, repr=False)
 class Findings:
-    """The findings of the checks, one sentence each.
+    """The findings of the checks, one sentence each."""
 
-    Attributes:
-        problems: what keeps the recipe from being merged.
-        notes: what the user should know before the merge; with problems, at most that they hide others.
-        verdict: what the recipe is ready for; empty if there are problems.
-        needs: download, disk and memory of the merge; None if there are problems.
-        exit_code: of the command ``check``: 3 if all problems are of the machine or the network, 1 if others are.
-    """
-
-    problems: list[str]
-    notes: list[str]
-    verdict: str = ""
-    needs: space.Needs | None = None
-    exit_code: int = 0
+    problems: list[str]  # what prevents the merge
+    notes: list[str]  # what the user should know before the merge; with problems, at most that they hide others
+    verdict: str = ""  # what the recipe is ready for; empty if there are problems
+    needs: space.Needs | None = None  # download, disk and memory of the merge; None if there are problems
+    exit_code: int = 0  # of ``check``: 3 if all problems are of the machine or the network, 1 if others are
 
     def to_json(self) -> str:
         """The fields as JSON."""

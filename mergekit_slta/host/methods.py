@@ -294,7 +294,7 @@ class ActmatMerge(DataFreeMerge):
         if group.metadata.vocabulary_axis is not None:  # too large to solve
             role = Role.OTHER
         weights = parameters["weight"].values_for(group.non_base)
-        return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["scale"]
+        return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["lambda"]
 
 
 class SftmMerge(DataFreeMerge):

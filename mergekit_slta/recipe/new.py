@@ -54,7 +54,7 @@ _FORMS = {
         "solves every linear map, without prompts",
         """\
   ridge: 0.1            # pulls every matrix towards the experts' mean; at least 0
-  scale: 1.0            # multiplies the merged change
+  lambda: 1.0           # multiplies the merged change
 """,
         _COUNTS,
     ),

@@ -31,7 +31,7 @@ from mergekit_slta.recipe.settings import (
     expert_references,
     tokenizer_source,
 )
-from mergekit_slta.recipe.text import Loader, faults, misshapen, without_calibration, yaml_fault
+from mergekit_slta.recipe.text import Loader, faults, misshapen, rename, without_calibration, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -41,22 +41,14 @@ SHARED_WITH_BASE = {"template", "samples"}  # of these, what the recipe's own pa
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and prompts on which the merge should do what that model does.
+    """A model, and prompts on which the merge should do what that model does."""
 
-    Attributes:
-        reference: an expert; or the base model, whose abilities on these prompts are to be kept.
-        calibration, template: where the prompts come from, and how a record becomes text.
-        evaluation: where the records for ``evaluate`` come from, if not from ``calibration``.
-        samples: how many prompts to use; 0 for a method without prompts.
-        weight: how much the base model's prompts count, κ; 1 for an expert.
-    """
-
-    reference: ModelReference
-    calibration: str = ""
-    template: str = ""
-    evaluation: str = ""
-    samples: int = 0
-    weight: float = 1.0
+    reference: ModelReference  # an expert; or the base model, whose abilities on these prompts are to be kept
+    calibration: str = ""  # the source of the prompts
+    template: str = ""  # how a record becomes text
+    evaluation: str = ""  # the source of the records for ``evaluate``, if not ``calibration``
+    samples: int = 0  # how many prompts to use; 0 for a method without prompts
+    weight: float = 1.0  # how much the base model's prompts count, κ; 1 for an expert
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -69,15 +61,14 @@ class Recipe:
         content: what a recipe's YAML holds, as a mapping: ``merge_method``, ``base_model``, ``models`` and so on.
             Paths, data types, and scalars and arrays of numpy and torch, are written as YAML writes them.
 
-    Attributes:
-        config: the recipe as mergekit reads it.
-        text: its YAML.
-        content: the parsed YAML.
-
     Raises:
         SltaError: mergekit cannot read it. What is wrong with its text raises when ``base``, ``experts`` or
             ``settings`` is used.
     """
+
+    config: MergeConfiguration  # the recipe as mergekit reads it
+    text: str  # its YAML
+    content: dict[str, Any]  # the parsed YAML
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         if not isinstance(content, Mapping):
@@ -139,6 +130,7 @@ class Recipe:
             raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
         except Exception as error:  # from mergekit's own checks
             raise SltaError(f"{name} is no mergekit recipe: {first_line(error)}.") from None
+        rename(self.config)
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""

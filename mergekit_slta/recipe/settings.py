@@ -60,21 +60,13 @@ class KeptBase(CalibratedExpert):
 
 
 class MethodSettings(Parameters):
-    """The parameters of a merge method for the whole merge.
+    """The parameters of a merge method for the whole merge."""
 
-    Attributes:
-        method: the method's name in recipes.
-        in_words: what it does, as a model card goes on after its name and a colon.
-        expert: the class of one expert's parameters.
-        runs_models: whether it runs models on samples, for which it needs whole models and one value per parameter.
-        runs_experts: whether the experts run on the samples' tokens, not only on the base model's hidden states.
-    """
-
-    method: ClassVar[str]
-    in_words: ClassVar[str]
-    expert: ClassVar[type[Parameters]]
-    runs_models: ClassVar[bool] = False
-    runs_experts: ClassVar[bool] = False
+    method: ClassVar[str]  # its name in recipes
+    in_words: ClassVar[str]  # what it does, as a model card goes on after its name and a colon
+    expert: ClassVar[type[Parameters]]  # the class of one expert's parameters
+    runs_models: ClassVar[bool] = False  # on prompts, for which it needs whole models and one value per parameter
+    runs_experts: ClassVar[bool] = False  # on the prompts' tokens, not only on the base model's hidden states
 
 
 class CalibrationSettings(MethodSettings):
@@ -144,7 +136,9 @@ class ActmatSettings(MethodSettings):
     )
     expert: ClassVar[type[Parameters]] = ActmatExpert
     ridge: Ridge = Field(default=0.1, description="pulls every matrix towards the experts' mean; at least 0")
-    scale: FiniteFloat = Field(default=1.0, description="multiplies the merged change")
+    lambda_: FiniteFloat = Field(
+        default=1.0, alias="lambda", description="multiplies the merged change; `scale`, its older name, is read too"
+    )
 
 
 class SftmExpert(Parameters):

@@ -40,17 +40,8 @@ FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 OF_MODEL = "the parameters of "
 MOST_VALUES = 100_000  # of a recipe; a few lines of anchors can stand for billions
-# Parameters of mergekit's own methods, and why ours need none.
-_NEEDLESS = {
-    "density": "no change is cut",
-    "epsilon": "no change is cut",
-    "gamma": "no change is cut",
-    "select_topk": "no change is cut",
-    "normalize": "the solution has the right size",
-    "rescale": "the solution has the right size",
-    "lambda": "the solution has the right size",
-    "int8_mask": "there is no mask",
-}
+# Parameters of other methods, in recipes that are changed into one for a method of ours, which needs nothing for them.
+OF_OTHERS = ("density", "epsilon", "gamma", "int8_mask", "lambda", "normalize", "rescale", "select_topk")
 
 
 def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
@@ -75,6 +66,13 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     yield from _data_types(config)
     yield from _tokenizer(config)
     yield from _chat_template(config)
+
+
+def rename(config: MergeConfiguration) -> None:
+    """Give parameters that a recipe calls by an older name their own, in place."""
+    for _, table, _ in _parameter_tables(config) if config.merge_method == "actmat" else ():
+        if isinstance(table, dict) and "scale" in table:
+            table.setdefault("lambda", table.pop("scale"))
 
 
 def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
@@ -195,8 +193,8 @@ def _parameters(
                 "takes one."
             )
             yield f"'{name}'", f" has no effect: {rest}"
-        elif name in _NEEDLESS and name not in known:
-            yield f"'{name}'", f" has no effect: with '{settings.method}', {_NEEDLESS[name]}, so delete it."
+        elif name in OF_OTHERS and name not in known:
+            yield f"'{name}'", f" has no effect: '{settings.method}' solves what it is for, so delete it."
         elif name not in known:
             yield (
                 f"Unknown parameter '{name}'",

@@ -15,7 +15,6 @@ from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, as_json, short_names
 from mergekit_slta.words import as_score, counted, enumerated, plain_number
 
-MOST_SCORE = 1.21  # of a root mean square deviation of 0.1
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 BARS = "Mean and one standard deviation to both sides, over "
 SETTINGS_OF = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
@@ -55,31 +54,18 @@ def linearity_page(result: Linearity) -> Page:
 
 
 def verdict(result: Linearity) -> str:
-    """Whether features change in proportion to the experts' weights, and for which two the changes add up least."""
+    """How far each expert's effect is from being proportional to its weight, and the two whose effects add up least."""
     level = "attn_mlp" if "attn_mlp" in result.levels else result.levels[-1]
     names = dict(zip(result.experts, short_names(result.experts), strict=True))
     scores = _means_by_name(result, METRIC, level, names)
-    if bent := [names[expert] for expert, mean in scores.items() if mean > MOST_SCORE]:
-        fit, them = ("do not fit", "them") if len(bent) > 1 else ("does not fit", "it")
-        advice = (
-            f"{enumerated(bent)} {fit} merging weights, because features do not change in proportion to them: "
-            f"leave {them} out, or merge with featcal, which does not need this."
-        )
-    else:
-        advice = (
-            f"At level {level}, features change nearly in proportion to the weights, which merging weights need. This "
-            "does not predict the answers that a merge keeps: merge with featcal, and compare slta with it by running "
-            "mergekit-slta evaluate."
-        )
+    clauses = [f"{as_score(mean)} for {names[expert]}" for expert, mean in scores.items()]
+    said = f"At level {level}, the non-linearity score is {enumerated(clauses)} (slta needs scores near 0)"
     distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
     if not distances:
-        return advice
+        return f"{said}."
     worst = max(distances, key=distances.__getitem__)
     pair = enumerated([names[expert] for expert in result.members[worst]])
-    return (
-        f"{advice} The changes of {pair} add up least: their projection distance is {as_score(distances[worst])}, "
-        "where 0 means that the changes add up exactly."
-    )
+    return f"{said}. The projection distance is largest for {pair}, {as_score(distances[worst])}."
 
 
 def _means_by_name(result: Linearity, metric: str, level: str, names: Iterable[str]) -> dict[str, float]:

@@ -17,21 +17,13 @@ from mergekit_slta.tables import Table
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture and the numbers that it is drawn from.
+    """A picture and the numbers that it is drawn from."""
 
-    Attributes:
-        name: the picture's file name without ``.png``.
-        title: what the picture shows, in a few words.
-        caption: how to read the picture.
-        picture: the picture, as SVG in the page and as PNG beside it.
-        table: the numbers in the picture, which unfold below it.
-    """
-
-    name: str
-    title: str
-    caption: str
-    picture: Figure
-    table: Table
+    name: str  # of the picture's file, without ``.png``
+    title: str  # what the picture shows, in a few words
+    caption: str  # how to read it
+    picture: Figure  # as SVG in the page and as PNG beside it
+    table: Table  # of its numbers, which unfold below it
 
 
 @dataclass(frozen=True)

@@ -88,15 +88,12 @@ def scored(scores: dict[str, float], distances: dict[str, list[float]]) -> Linea
     return Linearity(tuple(scores), ("layer",), (1,) * len(scores), metrics, {}, {}, members)
 
 
-def test_the_verdict_claims_what_the_metrics_show_and_leaves_the_answers_to_evaluate() -> None:
+def test_the_page_opens_with_the_scores_and_the_pair_whose_changes_add_least() -> None:
     distances = {"math+code": [0.01, 0.01, 0.09, 0.01], "math+law": [0.02, 0.02, 0.02, 0.02], "code+law": [0.0] * 4}
-    mergeable = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
-    assert mergeable.startswith("At level layer, features change nearly in proportion to the weights")
-    assert "does not predict the answers that a merge keeps: merge with featcal" in mergeable
-    assert " The changes of math and code add up least: their projection distance is 0.03," in mergeable
-    bent = verdict(scored({"math": 0.1, "code": 1.3}, {}))
-    assert bent.startswith("code does not fit merging weights") and "leave it out, or merge with featcal" in bent
-    assert verdict(scored({"math": 0.1}, {})).startswith("At level layer, features change nearly")
+    said = verdict(scored({"math": 0.1, "code": 1.2, "law": 0.3}, distances))
+    scores = "At level layer, the non-linearity score is 0.10 for math, 1.20 for code and 0.30 for law"
+    assert said == f"{scores} (slta needs scores near 0). The projection distance is largest for math and code, 0.03."
+    assert verdict(scored({"math": 0.1}, {})).endswith("score is 0.10 for math (slta needs scores near 0).")
 
 
 def test_one_expert_alone_has_a_page(make_family: MakeFamily, tmp_path: Path) -> None:
