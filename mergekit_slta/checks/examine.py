@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,11 @@ def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
 
 
 def examine(
-    experiment: Experiment, *, out_path: str | os.PathLike[str] | None = None, merging: bool = True
+    experiment: Experiment,
+    *,
+    out_path: str | os.PathLike[str] | None = None,
+    merging: bool = True,
+    unwritten: Collection[str] = (),
 ) -> list[str]:
     """Run all checks of a recipe: first those of its text, then all of its models, data, folders and disks.
 
@@ -121,6 +125,7 @@ def examine(
         experiment: the opened recipe; a run after the checks need not open it again.
         out_path: the folder of the merged model, to check that there is room for it.
         merging: whether the recipe is to be merged, not only measured.
+        unwritten: calibration files that will be written before the merge.
 
     Returns:
         Notes: sentences about something that is no mistake.
@@ -136,7 +141,7 @@ def examine(
         partial(require_device, experiment.device),
         partial(space.folders, recipe.settings, out),
     ]
-    all_of([*checks, partial(_data, experiment)] if recipe.method.runs_models else checks)
+    all_of([*checks, partial(_data, experiment, unwritten)] if recipe.method.runs_models else checks)
     return [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
 
 
@@ -197,7 +202,7 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
 # Calibration data and statistics
 
 
-def _data(experiment: Experiment) -> None:
+def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     """Refuse data that cannot be used, or a statistics file that cannot be used or written.
 
     Datasets of the Hub are not downloaded; where the Hub can be reached, it is asked whether it has them.
@@ -206,7 +211,7 @@ def _data(experiment: Experiment) -> None:
     given = settings.statistics if isinstance(settings, SltaSettings) else ""
     file = resolve_statistics(given, experiment.options.transformers_cache) if given else None
     measured = file is not None and file.exists()
-    tasks = [task for task in recipe.tasks if task.calibration]
+    tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
     local = [task for task in tasks if not is_dataset(task.calibration)]
     missing = [task for task in local if not os.path.exists(os.path.expanduser(task.calibration))]
     there = [task for task in tasks if len(missing) == 1 or task not in missing]

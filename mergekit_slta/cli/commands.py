@@ -13,6 +13,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.cli.options import (
     COUNT,
     FILE,
+    FOLDER,
     LEVELS_HELP,
     ModelCommand,
     applied,
@@ -53,9 +54,10 @@ def main() -> None:
     """Merge fine-tuned language models without guessing weights.
 
     A recipe is a mergekit YAML file. Its merge_method is featcal or slta, which compute the merge from a few prompts
-    per model, or actmat or sftm, which need no prompts. `new` prints a recipe to start from, and `ask` has the models
-    answer prompts. `check` the recipe, then `merge` it (mergekit-yaml does the same). `verify` re-reads a finished
-    merge, `evaluate` measures how well merged models do each task, and `publish` uploads a merged model.
+    per model, or actmat or sftm, which need no prompts. `auto` runs all steps from names to a scored merge. By hand,
+    `new` prints a recipe to start from, and `ask` has the models answer prompts. `check` the recipe, then `merge` it
+    (mergekit-yaml does the same). `verify` re-reads a finished merge, `evaluate` measures how well merged models do
+    each task, and `publish` uploads a merged model.
 
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
@@ -77,7 +79,8 @@ def main() -> None:
     metavar="FILE",
     help="Prompts for each expert in order, then for the base model; repeatable.",
 )
-def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...]) -> None:
+@click.option("--weight", type=float, help="The experts' weight, for methods that do not solve it.")
+def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...], weight: float | None) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
@@ -86,7 +89,64 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
     the recipe lists the `ask` commands with which the models write them. The methods actmat and sftm need no prompts;
     task_arithmetic and ties are mergekit's own methods, for comparison.
     """
-    click.echo(new_recipe(base, experts, method, calibration), nl=False)
+    click.echo(new_recipe(base, experts, method, calibration, weight), nl=False)
+
+
+@main.command(cls=ModelCommand, short_help="Merge, compare and judge, from the names of models.")
+@click.argument("base")
+@click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
+@click.option("-o", "--output", "folder", required=True, metavar="FOLDER", type=FOLDER, help="The folder to write.")
+@click.option(
+    "--calibration",
+    multiple=True,
+    metavar="FILE",
+    help="Prompts for each expert in order, then for the base model; repeatable.  [default: the models' answers]",
+)
+@click.option("--keep-base/--no-keep-base", default=True, show_default=True, help="Keep the base model's abilities.")
+@click.option("--against", multiple=True, type=click.Choice(METHODS), help="A method to compare with, too; repeatable.")
+@click.option("--keep", is_flag=True, help="Keep all merged models, not only the best.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@json_option
+def auto(
+    base: str,
+    experts: tuple[str, ...],
+    folder: Path,
+    calibration: tuple[str, ...],
+    keep_base: bool,
+    against: tuple[str, ...],
+    keep: bool,
+    dry_run: bool,
+    json_file: str | None,
+    **options: Any,
+) -> None:
+    """Merge each EXPERT, a fine-tune of the model BASE, with featcal, compare the merge, and say what it is worth.
+
+    The command first says what it is going to do, and refuses what `check` refuses. Models without --calibration answer
+    prompts of the package. The merge is compared with simple merges that need no prompts. Every step is printed as the
+    command that does the same, and FOLDER holds what it writes: recipes, answers, merged models, scores.json, log.txt.
+    The same command goes on after an interruption, and after a change runs the steps that the change concerns.
+    """
+    from mergekit_slta.cli import auto as automatic
+
+    if any("+" in expert for expert in experts) and not options["lora_merge_cache"]:
+        options["lora_merge_cache"] = str(folder / "adapters")
+    settings: dict[str, Any] = {"calibration": calibration, "keep_base": keep_base, "against": against}
+
+    def typed(words: Sequence[str]) -> None:
+        command = main.commands[words[0]]
+        with command.make_context(words[0], [*words[1:]]) as context, suppress(click.exceptions.Exit):
+            command.invoke(context)  # evaluate ends so, once it has written what it could score
+
+    run = automatic.Run(folder, typed, options["quiet"])
+    experiment = automatic.checked(automatic.plan(base, experts, folder, **settings), applied(options))
+    words = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
+    planned = automatic.plan(base, experts, folder, **settings, options=words)
+    for line in automatic.described(planned, experiment):
+        click.echo(line, err=True)
+    if not dry_run:
+        with interruptible("goes on"):
+            judged = automatic.make(planned, run, keep)
+        _show("\n".join(judged.lines), judged.to_json, json_file)
 
 
 @main.command(cls=ModelCommand, short_help="Write a model's answers to prompts as calibration data.")

@@ -62,6 +62,7 @@ class TaskComparison:
     ended_answers: int  # with a special token after them
     tokens: int  # that were predicted
     scores: dict[str, TaskScore]  # by the models' names
+    shares: dict[str, list[float]]  # by them, for each prompt the share of its predicted tokens that are the likeliest
 
 
 @dataclass(frozen=True, repr=False)
@@ -329,7 +330,7 @@ def _task(
 
     def of_model(name: str) -> TaskScore:
         exact = len(given[name] & asked) / len(asked) if asked else None
-        low, high = (None, None) if exact is None or len(asked) < FEW else _interval(exact, len(asked))
+        low, high = (None, None) if exact is None or len(asked) < FEW else interval(exact, len(asked))
         lost, gained = len(of_expert - given[name]), len(given[name] - of_expert)
         ended = _mean(float(scores[name][index].likeliest[-1] == token) for index, token in ends.items())
         gain_kept = (worse - losses[name]) / (worse - better) if worse > better else None
@@ -337,10 +338,12 @@ def _task(
 
     results = {name: of_model(name) for name in scores}
     known = sum(sample.known for sample in group)
-    return TaskComparison(model, len(group), known, len(asked), len(ends), tokens, results)
+    lengths = [sample.end - sample.begin for sample in group]
+    shares = {name: [count / length for count, length in zip(of, lengths, strict=True)] for name, of in right.items()}
+    return TaskComparison(model, len(group), known, len(asked), len(ends), tokens, results, shares)
 
 
-def _interval(share: float, number: int) -> tuple[float, float]:
+def interval(share: float, number: int) -> tuple[float, float]:
     """The limits of the 95 % interval of a share of a number of answers, by Wilson (1927)."""
     z = 1.96
     middle, scale = share + z * z / (2 * number), 1 + z * z / number

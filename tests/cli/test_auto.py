@@ -1,0 +1,159 @@
+"""``auto``: the steps on the quickstart's family, and the verdict on scores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import family
+import pytest
+from safetensors.torch import load_file, save_file
+from support.command import run
+
+from mergekit_slta.cli import auto
+from mergekit_slta.errors import SltaError
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> family.Family:
+    monkeypatch.chdir(tmp_path)
+    return family.copy_shipped(Path("family"))
+
+
+def arguments(models: family.Family, *tasks: str, **experts: Path) -> list[object]:
+    """The words of ``auto`` for some experts and their prompts; those of another folder by the task's name."""
+    folders = [experts.get(task, models.experts[task]) for task in tasks]
+    prompts = [word for task in tasks for word in ("--calibration", models.calibration[task])]
+    return ["auto", models.base, *folders, "-o", "out", *prompts, "--no-keep-base"]
+
+
+def stamps(folder: Path) -> dict[str, int]:
+    return {str(file): file.stat().st_mtime_ns for file in folder.rglob("*") if file.name not in ("log.txt",)}
+
+
+def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_again(models: family.Family) -> None:
+    words = arguments(models, "sums", "strings", "words")
+    planned = run(*words, "--dry-run")
+    assert "Memory" in planned.stderr and not Path("out").exists()
+
+    first = run(*words)
+    assert "featcal is better than actmat" in first.stdout
+    assert first.stdout.rstrip().endswith("Next: mergekit-slta publish out/merged/featcal ORG/NAME")
+    assert [folder.name for folder in Path("out/merged").iterdir()] == ["featcal"]
+    assert set(json.loads(Path("out/scores.json").read_text())["tasks"]["sums"]["shares"]) >= {"base", "actmat"}
+
+    made = stamps(Path("out"))
+    again = run(*words)
+    assert again.stdout == first.stdout and again.stderr.count("# done before") == 5
+    assert stamps(Path("out")) == made
+
+    with models.calibration["sums"].open("a") as file:
+        file.write('{"text": "1a+1a=2a\\n"}\n')
+    run(*words, "--keep")
+    changed = {name for name, when in stamps(Path("out")).items() if made.get(name) != when}
+    assert {"out/scores.json", "out/merged/featcal/model.safetensors", "out/merged/actmat"} <= changed
+    assert "out/recipes/featcal.yml" not in changed  # an edit there would be lost
+
+
+def test_a_run_that_was_killed_goes_on(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = arguments(models, "sums", "strings")
+    take = auto.Run.take
+
+    def killed(self: auto.Run, step: auto.Step, *more: Any) -> None:
+        if step.command[0] == "evaluate":
+            raise KeyboardInterrupt
+        take(self, step, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(auto.Run, "take", killed)
+        assert "Interrupted: the same command goes on" in run(*words, code=130).stderr
+    written = {file: file.stat().st_mtime_ns for file in Path("out/merged").glob("*/model.safetensors")}
+    assert len(written) == 3 and run(*words, "--keep").stdout.startswith("featcal gives")
+    assert {file: file.stat().st_mtime_ns for file in written} == written
+
+
+def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family.Family) -> None:
+    """A copy of the expert whose parameters differ in rounding."""
+    copied = Path(shutil.copytree(models.experts["sums"], "copied"))
+    tensors = load_file(copied / "model.safetensors")
+    save_file(
+        {name: tensor * 1.004 for name, tensor in tensors.items()}, copied / "model.safetensors", {"format": "pt"}
+    )
+    lines = models.calibration["sums"].read_text().splitlines(keepends=True)
+    models.calibration["sums"].write_text("".join(lines[:100]))
+    models.calibration["strings"].write_text("".join(lines[100:]))
+    said = run(*arguments(models, "sums", "strings", strings=copied)).stdout
+    assert "no better than task_arithmetic-0.5 by more than chance" in said
+    assert "Next: take task_arithmetic-0.5" in said and Path("out/merged/task_arithmetic-0.5").is_dir()
+
+
+def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> None:
+    same = Path(shutil.copytree(models.base, "same"))
+    said = run(*arguments(models, "sums", "strings", strings=same)).stdout
+    assert "Next: leave same out, which is no better than the base model" in said
+    assert f"auto {models.base} {models.experts['sums']} -o FOLDER --calibration {models.calibration['sums']}" in said
+
+
+def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mergekit_slta.host.methods import ActmatMerge
+
+    def fail(self: ActmatMerge, *_: Any, **__: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(ActmatMerge, "prepare", fail)
+    result = run(*arguments(models, "sums", "strings"))
+    assert "actmat failed and is left out (RuntimeError: out of luck)" in result.stderr
+    assert "better than task_arithmetic-0.5, the best of the others" in result.stdout
+
+
+def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(models: family.Family) -> None:
+    words = arguments(models, "sums", "strings")
+    models.calibration["sums"].unlink()
+    assert "sums.jsonl" in run(*words, code=1).stderr
+    assert not Path("out").exists()
+    Path("out").mkdir()
+    Path("out/mine.txt").write_text("mine")
+    assert "files that `auto` has not written" in run(*words, code=1).stderr
+    with pytest.raises(SltaError, match="--calibration is given 2 times"):
+        auto.plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
+
+
+# The plan and the verdict
+
+
+def test_models_without_prompts_answer_those_of_the_package() -> None:
+    planned = auto.plan("org/base", ["org/math", "org/code"], Path("out"))
+    assert [step.command[:2] for step in planned.answers] == [["ask", name] for name in planned.sources]
+    assert list(planned.sources) == ["org/math", "org/code", "org/base"]
+    assert [*planned.merges] == ["featcal", "task_arithmetic-0.5", "actmat"]
+    assert [*auto.plan("org/base", ["org/math"], Path("out")).merges] == ["featcal", "task_arithmetic-0.5"]
+
+
+def judged(keep: float = 1.0, task: float = 1.0) -> str:
+    """The next step where featcal gives these shares of a task's answers and of the base model's."""
+
+    def points(share: float) -> list[float]:
+        return [1.0] * round(100 * share) + [0.0] * round(100 * (1 - share))
+
+    shares = {"expert a": points(1), "base": points(0), "featcal": points(task), "task_arithmetic-0.5": points(0.1)}
+    of_base = shares | {"base": points(1), "featcal": points(keep), "expert a": points(0)}
+    counts = {"prompts": 100, "short_answers": 100}
+    scores = {"tasks": {"a": {"shares": shares, **counts}, "base model": {"shares": of_base, **counts}}}
+    return auto.verdict(scores, auto.plan("base", ["a"], Path("out"), ["a.jsonl", "b.jsonl"])).lines[-1]
+
+
+def test_the_next_step_follows_from_the_numbers() -> None:
+    assert judged() == "Next: mergekit-slta publish out/merged/featcal ORG/NAME"
+    assert "sed -i 's/weight: 1.0 /weight: 2.0 /' out/recipes/featcal.yml" in judged(keep=0.5)
+    assert "sed -i 's/samples: 30 /samples: 60 /' out/recipes/featcal.yml" in judged(task=0.5)
+
+
+def test_a_lead_is_of_paired_prompts() -> None:
+    """Ten prompts of forty that only one model answers: 0.25, whose interval is Z sqrt(var / n)."""
+    first, second = [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20
+    task = auto.Task("a", {"one": first, "other": second}, 40, 40)
+    ahead, error = auto.lead([task], "one", "other")
+    assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5)
+    assert auto.lead([task, task], "one", "other")[1] == pytest.approx(error / 2**0.5)
