@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors import safe_open
 
 from mergekit_slta import files
@@ -26,7 +25,7 @@ from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.headers import weight_map
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import SOURCES, Recipe, published_name
+from mergekit_slta.recipe.recipe import SOURCES, published_name
 from mergekit_slta.recipe.settings import Parameters, expert_parameters
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.statistics_file import versions
@@ -35,20 +34,18 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # in a tensor's name: of a layer, an 
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
 
 
-class MergedModel(BaseModel):
+class MergedModel(BaseModel, frozen=True):
     """The base model or an expert."""
 
-    model_config = ConfigDict(frozen=True)
     name: str
     revision: str = ""  # on the Hub: the commit, of a download, or as the recipe names it
     sha256: str  # of the names, shapes and types of its tensors and a sample of their values
     parameters: dict[str, Any] = {}  # its own in the recipe, with the defaults filled in
 
 
-class MergedTask(BaseModel):
+class MergedTask(BaseModel, frozen=True):
     """The prompts of an expert or of the base model."""
 
-    model_config = ConfigDict(frozen=True)
     model: str  # its name
     source: str
     revision: str = ""  # of a dataset on the Hub: the commit
@@ -56,10 +53,9 @@ class MergedTask(BaseModel):
     sha256: str  # of their tokens
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True):
     """What was merged, and how; the content of ``MANIFEST_OF_MERGE``."""
 
-    model_config = ConfigDict(frozen=True)
     format_version: Literal[1] = 1
     method: str
     settings: dict[str, Any]  # the recipe's, with the defaults filled in
@@ -73,33 +69,43 @@ class Manifest(BaseModel):
     scores: dict[str, dict[str, int | float | None]] = {}
 
 
-def describe(experiment: Experiment, solution: Solution | None = None, folder: Path | None = None) -> Manifest:
-    """The manifest of a recipe's merge.
+def describe(
+    experiment: Experiment, solution: Solution | None = None, folder: Path | None = None, *, whole: bool = True
+) -> Manifest:
+    """The manifest of a recipe whose models are downloaded; an SltaError if a model or the data cannot be read.
 
     Args:
-        experiment: the opened recipe; its models are downloaded.
+        experiment: the opened recipe.
         solution: the merging weights of an ``slta`` merge, which know the prompts that a statistics file stands for.
         folder: the merged model, once it is written.
-
-    Raises:
-        SltaError: a model or the data cannot be read.
+        whole: open the experts and the data; what else they would tell is left empty, as are the versions.
     """
-    recipe = experiment.recipe
-    hashes = dict(zip(recipe.references, experiment.fingerprints, strict=True))
-    parameters = _parameters(recipe)
+    recipe, config = experiment.recipe, experiment.recipe.config
+    given, base = expert_parameters(config), recipe.keep
+    own = [{"samples": base.samples, "weight": base.weight} if base else {}]
+    own += [_filled(recipe.method.expert, given[expert.reference], SOURCES - {"samples"}) for expert in recipe.experts]
+    hashes = experiment.fingerprints if whole else [experiment.base.fingerprint(), *("" for _ in recipe.experts)]
     models = [
         MergedModel(
-            name=published_name(model), revision=_revision(model), sha256=hashes[model], parameters=parameters[model]
+            name=published_name(model),
+            revision=_revision(model) if whole else "",
+            sha256=sha256,
+            parameters=parameters,
         )
-        for model in recipe.references
+        for model, sha256, parameters in zip(recipe.references, hashes, own, strict=True)
     ]
+    settings = _filled(recipe.method, config.parameters or {}, {"report"})
+    if settings.get("statistics"):
+        settings["statistics"] = source_name(settings["statistics"])
+    tokenizer = recipe.tokenizer_source
+    tokenizer = published_name(tokenizer) if isinstance(tokenizer, ModelReference) else tokenizer
     return Manifest(
-        method=recipe.config.merge_method,
-        settings=_settings(recipe),
+        method=config.merge_method,
+        settings=settings | {"dtype": config.dtype, "out_dtype": config.out_dtype, "tokenizer_source": tokenizer},
         base_model=models[0],
         models=tuple(models[1:]),
-        tasks=tuple(_tasks(experiment, solution)),
-        versions=versions() | {"commit": commit()},
+        tasks=tuple(_tasks(experiment, solution)) if whole else (),
+        versions=versions() | {"commit": commit()} if whole else {},
         tensors=tensor_table(folder) if folder else {},
     )
 
@@ -111,11 +117,7 @@ def write(manifest: Manifest, folder: Path) -> None:
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest in a merged folder; None without one.
-
-    Raises:
-        SltaError: it cannot be read.
-    """
+    """The manifest in a merged folder, None without one; an SltaError if it cannot be read."""
     path = folder / MANIFEST_OF_MERGE
     try:
         return Manifest.model_validate_json(path.read_bytes()) if path.is_file() else None
@@ -138,33 +140,27 @@ def add_scores(folder: Path, comparison: Comparison) -> None:
 
 
 def differences(before: Manifest, now: Manifest) -> list[str]:
-    """What an earlier merge had that this one has not, a clause each; written tensors are left out."""
-    clauses = [f"the method {before.method} instead of {now.method}"] * (before.method != now.method)
-    settings = [(name, before.settings.get(name), value) for name, value in now.settings.items()]
-    hashes = {model.name: model for model in (before.base_model, *before.models)}
-    for model in (now.base_model, *now.models):
-        known = hashes.pop(model.name, None)
-        if known is None:
-            clauses.append(f"no model {model.name}")
-            continue
-        clauses += [f"other weights of {model.name}"] * (known.sha256 != model.sha256)
-        own = [
-            (f"{name} of {model.name}", known.parameters.get(name), value) for name, value in model.parameters.items()
-        ]
-        settings += own if before.method == now.method else []
-    clauses += [f"the model {name}" for name in hashes]
-    clauses += ["another base model"] * (before.base_model.name != now.base_model.name)
-    clauses += [f"{name} {was} instead of {value}" for name, was, value in settings if was is not None and was != value]
-    tasks = {task.model: task.sha256 for task in before.tasks}
-    clauses += [
-        f"other prompts of {task.model} ({task.source})"
-        for task in now.tasks
-        if tasks.get(task.model, task.sha256) != task.sha256
+    """What an earlier merge had that this one has not, a clause each; written tensors and scores are left out."""
+    had, has = _facts(before), _facts(now)
+    clauses = [
+        f"other {name}" if name.startswith(("weights of", "prompts of")) else f"{name} {had[name]} instead of {value}"
+        for name, value in has.items()
+        if name in had and had[name] != value
     ]
-    for name, value in now.versions.items():
-        was = before.versions.get(name)
-        clauses += [f"{name} {was} instead of {value}"] * bool(was and value and was != value)
-    return clauses
+    names = [{model.name: None for model in (of.base_model, *of.models)} for of in (before, now)]
+    clauses += [f"the model {name}" for name in names[0] if name not in names[1]]
+    return clauses + [f"no model {name}" for name in names[1] if name not in names[0]]
+
+
+def _facts(made: Manifest) -> dict[str, Any]:
+    """What two merges are compared by."""
+    models = (made.base_model, *made.models)
+    own = {f"{name} of {model.name}": value for model in models for name, value in model.parameters.items()}
+    weights = {f"weights of {model.name}": model.sha256 for model in models if model.sha256}
+    prompts = {f"prompts of {task.model}": task.sha256 for task in made.tasks}
+    known = {name: version for name, version in made.versions.items() if version}
+    method = {"the method": made.method, "the base model": made.base_model.name}
+    return method | weights | made.settings | own | prompts | known
 
 
 def tensor_table(folder: Path) -> dict[str, dict[str, int]]:
@@ -179,52 +175,11 @@ def tensor_table(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def commit() -> str:
-    """The commit that this package was installed from; empty for a release, or where nobody knows."""
+    """The commit that pip has installed this package from; empty for a release, and in a clone."""
     with suppress(importlib.metadata.PackageNotFoundError):
         installed = importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json")
-        if known := json.loads(installed or "{}").get("vcs_info"):
-            return str(known["commit_id"])
-    clone = Path(files.__file__).parents[1]
-    if not (clone / ".git").exists():
-        return ""
-    with suppress(OSError, subprocess.CalledProcessError):
-        asked = ["git", "-C", str(clone), "rev-parse", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        return str(json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", ""))
     return ""
-
-
-def of_another_recipe(made: Manifest, experiment: Experiment) -> list[str]:
-    """What a merge had that a recipe has not, a clause each, as far as the recipe and its base model show it."""
-    recipe, known = experiment.recipe, {model.name: model for model in (made.base_model, *made.models)}
-    base, *experts = (
-        known.get(name := published_name(model), MergedModel(name=name, sha256="")).model_copy(
-            update={"parameters": parameters}
-        )
-        for model, parameters in _parameters(recipe).items()
-    )
-    base = base.model_copy(update={"sha256": experiment.base.fingerprint()})
-    method, settings = recipe.config.merge_method, _settings(recipe)
-    update = {"method": method, "settings": settings, "base_model": base, "models": tuple(experts)}
-    return differences(made, made.model_copy(update=update))
-
-
-def _parameters(recipe: Recipe) -> dict[ModelReference, dict[str, Any]]:
-    """The parameters of the base model and of each expert, with the defaults filled in."""
-    given, kept = expert_parameters(recipe.config), recipe.keep
-    parameters = {recipe.base: {"samples": kept.samples, "weight": kept.weight} if kept else {}}
-    for expert in recipe.references[1:]:
-        parameters[expert] = _filled(recipe.method.expert, given[expert], SOURCES - {"samples"})
-    return parameters
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """A recipe's settings with the defaults filled in; those of mergekit as far as they decide the tensors."""
-    config, source = recipe.config, recipe.tokenizer_source
-    settings = _filled(recipe.method, config.parameters or {}, {"report"})
-    if settings.get("statistics"):
-        settings["statistics"] = source_name(settings["statistics"])
-    tokenizer = published_name(source) if isinstance(source, ModelReference) else source
-    return settings | {"dtype": config.dtype, "out_dtype": config.out_dtype, "tokenizer_source": tokenizer}
 
 
 def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
@@ -249,9 +204,8 @@ def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[Merged
 
 def _revision(model: ModelReference) -> str:
     """The commits of a model and of its adapter in the Hub's cache, else the revisions that the recipe names."""
-    folders = source_folders(model, LoaderCache().hf_cache_dir)
-    commits = []
-    for path, folder in zip(filter(None, (model.model, model.lora)), folders, strict=False):
-        found = _SNAPSHOT.search(str(folder))
-        commits.append(found[1] if found else path.revision or "")
-    return "+".join(commits).strip("+")
+    places = zip(
+        filter(None, (model.model, model.lora)), source_folders(model, LoaderCache().hf_cache_dir), strict=False
+    )
+    commits = [(_SNAPSHOT.search(str(folder)), path.revision or "") for path, folder in places]
+    return "+".join(found[1] if found else named for found, named in commits).strip("+")

@@ -117,7 +117,7 @@ def _not_as_merged(experiment: Experiment, folder: Path) -> Iterator[str]:
     if made is None:
         yield f"{folder} has no {MANIFEST_OF_MERGE}, so it holds no merge by this package: is it the recipe's folder?"
         return
-    if clauses := manifest.of_another_recipe(made, experiment):
+    if clauses := manifest.differences(made, manifest.describe(experiment, whole=False)):
         yield f"{folder} holds another merge, which had {listed(clauses)}: is this the recipe of this folder?"
     stored = manifest.tensor_table(folder) if made.tensors else {}
     names = sorted(name for name in made.tensors | stored if stored.get(name) != made.tensors.get(name))

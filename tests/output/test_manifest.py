@@ -88,14 +88,14 @@ def other_expert(content: dict[str, Any], family: Family) -> None:
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "nothing": (lambda content, family: None, ""),
-    "prompts": (other_prompts, "other prompts of expert1 (task1.jsonl)"),
+    "prompts": (other_prompts, "other prompts of expert1"),
     "a setting": (lambda content, family: content["parameters"].update(ridge=0.5), "ridge 0.0 instead of 0.5"),
     "an expert's parameter": (
         lambda content, family: content["models"][1]["parameters"].update(samples=3),
-        "samples of expert1 4 instead of 3, other prompts of expert1 (task1.jsonl)",
+        "samples of expert1 4 instead of 3, other prompts of expert1",
     ),
     "weights": (other_weights, "other weights of expert2"),
-    "a model": (other_expert, "no model new, the model expert0"),
+    "a model": (other_expert, "the model expert0, no model new"),
     "the method": (
         lambda content, family: content.update(content_of(family, "sftm")),
         "the method slta instead of sftm",
