@@ -1,4 +1,4 @@
-"""The README's chart and the picture of least squares, drawn into docs/.
+"""The chart of findings and the picture of least squares, drawn into docs/.
 
     python tests/benchmarks/chart.py
 
