@@ -350,10 +350,11 @@ def shaped(shape: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
 
 def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
     """Which dimensions [d_in] would not decide the norm of moments with this diagonal alone."""
-    used = diagonal[diagonal > 0]
+    used = diagonal[diagonal > 0].sort().values
     if not len(used):
         return torch.ones_like(diagonal, dtype=torch.bool)
-    return diagonal <= DECISIVE * used.quantile(used.new_full((), 0.9))  # torch may make a float64 tensor of a number
+    low, rest = divmod(9 * (len(used) - 1), 10)  # not torch.quantile, which newer versions compute in float64
+    return diagonal <= DECISIVE * used[low].lerp(used[low + (rest > 0)], rest / 10)
 
 
 def random_combinations(outputs: int, count: int) -> torch.Tensor:
