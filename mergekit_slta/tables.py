@@ -99,9 +99,9 @@ def short_names(models: Sequence[str]) -> tuple[str, ...]:
         return tuple(last)
     words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
     begin, end = _common(words), _common([name[::-1] for name in words])
-    kept = ["".join(name[begin : len(name) - end]) for name in words]
-    are_words = all(sum(map(str.isalpha, name)) > 1 for name in kept)  # "1" or "7b" alone would not name a model
-    return tuple(kept if are_words and len(set(kept)) == len(kept) else last)
+    distinct = ["".join(name[begin : len(name) - end]) for name in words]
+    are_words = all(sum(map(str.isalpha, name)) > 1 for name in distinct)  # "1" or "7b" alone would not name a model
+    return tuple(distinct if are_words and len(set(distinct)) == len(distinct) else last)
 
 
 def known_names(chosen: Sequence[str], every: Sequence[str] = ()) -> dict[str, str]:

@@ -99,12 +99,12 @@ def check(
     return Findings([], notes, _verdict(recipe, experiment), space.needs(experiment))
 
 
-def _verdict(given: RecipeOrFile, experiment: Experiment) -> str:
+def _verdict(source: RecipeOrFile, experiment: Experiment) -> str:
     recipe = experiment.recipe
     numbers = sum(header.count for header in experiment.model(recipe.base).tensors.values())
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", with prompts for the base model" if recipe.keep else ""
-    file = os.fspath(given) if isinstance(given, (str, os.PathLike)) else "RECIPE"
+    file = os.fspath(source) if isinstance(source, (str, os.PathLike)) else "RECIPE"
     command = shlex.join(["mergekit-yaml", file, "./merged", *experiment.same_options()])
     return (
         f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters with {recipe.config.merge_method}"
@@ -208,14 +208,14 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     Datasets of the Hub are not downloaded; where the Hub can be reached, it is asked whether it has them.
     """
     recipe, settings = experiment.recipe, experiment.settings
-    given = settings.statistics if isinstance(settings, SltaSettings) else ""
-    file = resolve_statistics(given, experiment.options.transformers_cache) if given else None
+    name = settings.statistics if isinstance(settings, SltaSettings) else ""
+    file = resolve_statistics(name, experiment.options.transformers_cache) if name else None
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
     local = [task for task in tasks if not is_dataset(task.calibration)]
     missing = [task for task in local if not os.path.exists(os.path.expanduser(task.calibration))]
-    there = [task for task in tasks if len(missing) == 1 or task not in missing]
-    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in there]
+    to_read = [task for task in tasks if len(missing) == 1 or task not in missing]
+    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in to_read]
     checks.append(partial(_require_files, missing, "mergekit-slta ask " in recipe.text))
     checks.append(partial(require_calibration, recipe, statistics=measured))
     if file is not None and not measured:

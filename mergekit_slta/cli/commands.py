@@ -307,9 +307,9 @@ def solve(
     names = known_names(chosen.info.models, all_models)
     entries = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
     weights = {name: number(name, value) for name, value in entries.items()}
-    names_given = ("level", "balance", "ridge", "samples", "keep_weight")
-    given = {name: value for name in names_given if (value := options.pop(name)) is not None}
-    solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | given))
+    arguments = ("level", "balance", "ridge", "samples", "keep_weight")
+    chosen_arguments = {name: value for name in arguments if (value := options.pop(name)) is not None}
+    solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | chosen_arguments))
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
     _show(solution, solution.to_json, json_file)
     if json_file and json_file != "-":

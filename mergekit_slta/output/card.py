@@ -108,10 +108,10 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         _model_table(recipe, made, solution),
     ]
     if solution is not None:
-        from mergekit_slta.reports.merge import kept_sentence
+        from mergekit_slta.reports.merge import retained_sentence
 
         paragraphs += [
-            f"{printable(kept_sentence(solution))} The share says little about accuracy.",
+            f"{printable(retained_sentence(solution))} The share says little about accuracy.",
             f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
         ]
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]

@@ -254,9 +254,9 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
             "keep the base model's abilities."
         )
     if sources and sources not in (experts, experts + 1):
-        given = "once" if sources == 1 else f"{sources} times"
+        times = "once" if sources == 1 else f"{sources} times"
         raise SltaError(
-            f"--calibration is given {given} for {f'{experts} experts' if experts > 1 else 'one expert'}: give it once "
+            f"--calibration is given {times} for {f'{experts} experts' if experts > 1 else 'one expert'}: give it once "
             "for each expert, in their order, and once more for the base model, all its prompts in one file, if the "
             "merge is to keep its abilities."
         )

@@ -135,7 +135,7 @@ class Recipe:
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
         problems, tables = [*faults(self.config, self.content, self.method)], expert_parameters(self.config)
-        without = [str(model) for model, given in tables.items() if not given.get("calibration")]
+        without = [str(model) for model, table in tables.items() if not table.get("calibration")]
         if problems and without and self.method.runs_models and "statistics" not in (self.config.parameters or {}):
             problems.append(without_calibration(without, ""))  # which may also be all that is wrong, see below
         refuse(problems)
@@ -152,17 +152,17 @@ class Recipe:
         """The experts in the recipe's order, each with its own task; an SltaError if the recipe is wrong."""
         self.require_sound()
         return tuple(
-            Task(reference, **_table(self.method.expert, given).model_dump(include=SOURCES))
-            for reference, given in expert_parameters(self.config).items()
+            Task(reference, **_table(self.method.expert, table).model_dump(include=SOURCES))
+            for reference, table in expert_parameters(self.config).items()
         )
 
     @cached_property
     def keep(self) -> Task | None:
         """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
         self.require_sound()
-        given = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
+        of_base = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
         shared = {key: value for key, value in (self.config.parameters or {}).items() if key in SHARED_WITH_BASE}
-        keep = Task(self.base, **_table(KeptBase, shared | given).model_dump()) if given else None
+        keep = Task(self.base, **_table(KeptBase, shared | of_base).model_dump()) if of_base else None
         return keep if keep and keep.weight else None
 
     @property
@@ -190,14 +190,14 @@ class Recipe:
 
     def method_of(self, kind: type[Kind]) -> type[Kind]:
         """The settings class of the recipe's method; an SltaError if it is not of that kind."""
-        known = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
+        methods = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
-        if name not in known:
+        if name not in methods:
             raise SltaError(
                 f"The recipe's merge_method is '{name}'"
-                + (suggestion(name, known) or f": this command knows {', '.join(known)}.")
+                + (suggestion(name, methods) or f": this command knows {', '.join(methods)}.")
             )
-        return known[name]
+        return methods[name]
 
     @property
     def method(self) -> type[MethodSettings]:
@@ -238,12 +238,12 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _table(kind: type[Given], given: Mapping[str, Any]) -> Given:
+def _table(kind: type[Given], parameters: Mapping[str, Any]) -> Given:
     """A table of parameters; a gradient or filters, which only mergekit evaluates, leave a default."""
     names = {field.alias or name for name, field in kind.model_fields.items()}
     scalar = (str, int, float, bool)
     return kind.model_validate(
-        {key: value for key, value in given.items() if key in names and isinstance(value, scalar)}
+        {key: value for key, value in parameters.items() if key in names and isinstance(value, scalar)}
     )
 
 

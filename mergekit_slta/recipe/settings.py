@@ -230,11 +230,11 @@ def tokenizer_source(config: MergeConfiguration) -> Any:
 
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:
     """Each expert's parameters: those of the whole merge, overridden by its own."""
-    given = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
-    return {model: {**(config.parameters or {}), **given[model]} for model in expert_references(config)}
+    by_model = {entry.model: entry.parameters or {} for entry in reversed(model_inputs(config))}
+    return {model: {**(config.parameters or {}), **by_model[model]} for model in expert_references(config)}
 
 
 def base_parameters(config: MergeConfiguration) -> dict[str, Any]:
     """The base model's own parameters, of which mergekit takes none; none if it is not listed, or without any."""
-    given = (entry.parameters for entry in model_inputs(config) if entry.model == config.base_model)
-    return dict(next(filter(None, given), {}))
+    tables = (entry.parameters for entry in model_inputs(config) if entry.model == config.base_model)
+    return dict(next(filter(None, tables), {}))

@@ -58,8 +58,8 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
         is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
-        known = {spec.name: spec for spec in (*parameter_specs(settings), *(base_specs(settings) if is_base else ()))}
-        for fault in _parameters(table, model is not None, known, settings):
+        specs = {spec.name: spec for spec in (*parameter_specs(settings), *(base_specs(settings) if is_base else ()))}
+        for fault in _parameters(table, model is not None, specs, settings):
             places[fault].append(where)
     for (name, rest), (first, *others) in places.items():
         yield f"{name} in {enumerated([first, *(other.removeprefix(OF_MODEL) for other in others)])}{rest}"
@@ -104,21 +104,21 @@ class Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return super().construct_document(node)
 
-    def _size(self, node: yaml.Node, known: dict[int, int]) -> int:
+    def _size(self, node: yaml.Node, sizes: dict[int, int]) -> int:
         """How many values a node stands for, with each anchor's content counted wherever it is named."""
-        if id(node) not in known:
+        if id(node) not in sizes:
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
             parts = [part for entry in parts for part in (entry if isinstance(entry, tuple) else [entry])]
-            known[id(node)] = 1 + sum(self._size(part, known) for part in parts)
-        return known[id(node)]
+            sizes[id(node)] = 1 + sum(self._size(part, sizes) for part in parts)
+        return sizes[id(node)]
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Node] = {}
         for key, _ in node.value:
-            before = first.setdefault((key.tag, str(key.value)), key)
-            if before is not key and not key.tag.endswith(":merge"):
-                line = before.start_mark.line + 1
+            earlier = first.setdefault((key.tag, str(key.value)), key)
+            if earlier is not key and not key.tag.endswith(":merge"):
+                line = earlier.start_mark.line + 1
                 problem = f"the key '{key.value}' of line {line} is repeated (write it once: only the last would count)"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
         return node
@@ -166,39 +166,39 @@ def _same_folder(one: ModelReference, other: ModelReference) -> bool:
 
 def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Iterator[str]:
     """The base model's prompts or weight in a recipe for a method without data, as a note."""
-    given = base_parameters(config) if not settings.runs_models else {}
-    if given:
+    parameters = base_parameters(config) if not settings.runs_models else {}
+    if parameters:
         yield (
-            f"'{settings.method}' ignores {', '.join(given)} of the base model under 'models': "
+            f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
             "only 'featcal' and 'slta' keep the base model's abilities."
         )
 
 
 def _parameters(
-    table: Mapping[str, Any], of_model: bool, known: Mapping[str, ParameterSpec], settings: type[MethodSettings]
+    table: Mapping[str, Any], of_model: bool, specs: Mapping[str, ParameterSpec], settings: type[MethodSettings]
 ) -> Iterator[tuple[str, str]]:
     """Unknown names (with the closest known one), wrong values, and lists where one value is needed.
 
     Yields:
         The beginning and the end of a sentence, which has the place of the table between them.
     """
-    here = [name for name, spec in known.items() if not of_model or spec.scope != ParameterScope.SHARED]
+    allowed = [name for name, spec in specs.items() if not of_model or spec.scope != ParameterScope.SHARED]
     for name, setting in table.items():
-        if name in known and name not in here:
+        if name in specs and name not in allowed:
             rest = "it is one value for the whole merge, so move it to the 'parameters' of the recipe."
             yield f"'{name}'", f" has no effect: {rest}"
-        elif name == "weight" and name not in known:
+        elif name == "weight" and name not in specs:
             rest = (
-                "the method solves the experts' weights, so leave it out; the base model's own entry under 'models' "
-                "takes one."
+                "the prompts decide how much of each expert is taken, so leave it out; the base model's own entry "
+                "under 'models' takes one."
             )
             yield f"'{name}'", f" has no effect: {rest}"
-        elif name in OF_OTHERS and name not in known:
+        elif name in OF_OTHERS and name not in specs:
             yield f"'{name}'", f" has no effect: '{settings.method}' solves what it is for, so delete it."
-        elif name not in known:
+        elif name not in specs:
             yield (
                 f"Unknown parameter '{name}'",
-                suggestion(name, here) or f"; the known ones are {', '.join(sorted(here))}.",
+                suggestion(name, allowed) or f"; the known ones are {', '.join(sorted(allowed))}.",
             )
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             fix = "; put all prompts into one file" if name == "calibration" else ""
@@ -206,7 +206,7 @@ def _parameters(
         else:
             for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
                 try:
-                    known[name].validate(value)
+                    specs[name].validate(value)
                 except SltaError as error:
                     yield f"'{name}'", error.message.removeprefix(f"'{name}'")
 
@@ -245,11 +245,11 @@ def _tokenizer(config: MergeConfiguration) -> Iterator[str]:
 
 def _chat_template(config: MergeConfiguration) -> Iterator[str]:
     """A chat template that mergekit does not know, which it would say only after the merge, without a tokenizer."""
-    given = config.chat_template or "auto"
+    template = config.chat_template or "auto"
     files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
     known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
-    if given not in known and not (len(given) >= SHORTEST_TEMPLATE and "{" in given):
-        yield f"mergekit does not know 'chat_template: {given}': write {', '.join(known)}, or a template in Jinja."
+    if template not in known and not (len(template) >= SHORTEST_TEMPLATE and "{" in template):
+        yield f"mergekit does not know 'chat_template: {template}': write {', '.join(known)}, or a template in Jinja."
 
 
 def _data_types(config: MergeConfiguration) -> Iterator[str]:

@@ -32,9 +32,9 @@ MEANING = (
 # In words
 
 
-def kept_sentence(solution: Solution) -> str:
+def retained_sentence(solution: Solution) -> str:
     """How much of each expert's feature change the merge keeps, and where; and how much of the base model."""
-    by_layer, clauses = kept_by_layer(solution), []
+    by_layer, clauses = retained_by_layer(solution), []
     for number, (name, share) in enumerate(
         zip(short_names(solution.models), solution.retained_overall.tolist(), strict=True)
     ):
@@ -53,7 +53,7 @@ def kept_sentence(solution: Solution) -> str:
 # In numbers, from the Gram matrices alone
 
 
-def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
+def retained_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
     """The share of each expert's feature change that the merge keeps in each layer, [T]."""
     layers: dict[int, list[SubmoduleSolution]] = {}
     for name, solved in solution.submodules.items():
@@ -69,11 +69,11 @@ def kept_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
 # The page
 
 
-def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path:
+def report(merge: Solution | Statistics, folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
 
     Args:
-        found: a solution, or the statistics of the merged experts, which are solved at level ``attn_mlp``, or at the
+        merge: a solution, or the statistics of the merged experts, which are solved at level ``attn_mlp``, or at the
             first that was measured.
         folder: the folder to write to; it is created.
 
@@ -83,12 +83,12 @@ def report(found: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
     Raises:
         OSError: a file cannot be written.
     """
-    return report_page(found).write(Path(folder).expanduser(), "report.html")
+    return report_page(merge).write(Path(folder).expanduser(), "report.html")
 
 
-def report_page(found: Solution | Statistics) -> Page:
+def report_page(merge: Solution | Statistics) -> Page:
     """The report on a merge; statistics are solved at the default level."""
-    solution = found if isinstance(found, Solution) else found.solve()
+    solution = merge if isinstance(merge, Solution) else merge.solve()
     charts, table, weights = [], None, _weights(solution)
     if solution.level == "model":
         shares = map(as_score, solution.retained["model"].tolist())
@@ -98,7 +98,7 @@ def report_page(found: Solution | Statistics) -> Page:
         charts = [_retained_chart(solution), _alpha_chart(solution, weights)]
     return Page(
         title=f"Report on a merge of {enumerated(short_names(solution.models))}",
-        verdict=[kept_sentence(solution), MEANING, *solution.notes()],
+        verdict=[retained_sentence(solution), MEANING, *solution.notes()],
         facts=_facts(solution),
         charts=charts,
         table=table,
@@ -142,7 +142,7 @@ def _retained_chart(solution: Solution) -> Chart:
         means = torch.stack([pooled(retained[rows], shares[rows]) for rows in layers.values()])
         columns = zip(short_names(solution.models), means.T.tolist(), strict=True)
         title = kind_name(kind) + (f": mean of {most}" if most > 1 else "")
-        panels.append(Panel(title, [Line(name, list(layers), kept) for name, kept in columns]))
+        panels.append(Panel(title, [Line(name, list(layers), curve) for name, curve in columns]))
     return Chart(
         name=f"retained-{solution.level}",
         title="Share kept of each expert's feature change",

@@ -106,7 +106,7 @@ FAULTS = [
     (under_expert(calibraton="x"), f"Unknown parameter 'calibraton' {OWN}, did you mean 'calibration'?"),
     (under_expert(zzz=1), f"Unknown parameter 'zzz' {OWN}; the known ones are calibration,"),
     (under_expert(level="layer"), f"'level' {OWN} has no effect: it is one value for the whole merge"),
-    (under_expert(weight=2), f"'weight' {OWN} has no effect: the method solves the experts' weights"),
+    (under_expert(weight=2), f"'weight' {OWN} has no effect: the prompts decide how much of each"),
     (under_expert(calibration=["a", "b"]), f"'calibration' {OWN} must be one value"),
     (under_expert(template=3), f"'template' {OWN} should be a valid string, not 3."),
     *((content(name, base_model=None), f"The recipe has no base_model: '{name}' needs") for name in SETTINGS),
@@ -179,8 +179,8 @@ def test_a_recipe_of_ties_gets_a_sentence_for_each_parameter_and_one_for_the_pro
         f"'normalize' {shared} {needless}",
         f"'int8_mask' {shared} {needless}",
         f"'density' {own} {needless}",
-        f"'weight' {own} has no effect: the method solves the experts' weights, so leave it out; the base model's own "
-        "entry under 'models' takes one.",
+        f"'weight' {own} has no effect: the prompts decide how much of each expert is taken, so leave it out; the base "
+        "model's own entry under 'models' takes one.",
         "The experts org/a, org/b and org/c have no 'calibration': give each a file or dataset with a few prompts "
         "(parameters: {calibration: prompts.jsonl}).",
     ]
