@@ -28,11 +28,11 @@ from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, published_names, require_calibration
 from mergekit_slta.recipe.settings import (
-    ADAPTERS_RIDGE,
     ActmatSettings,
     CalibrationSettings,
     FeatcalSettings,
     SltaSettings,
+    has_adapters,
 )
 from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.statistics import Statistics
@@ -279,10 +279,10 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for task in recipe.tasks if settings.runs_models else ():
         if is_dataset(task.calibration):
             yield f"The prompts of {task.calibration} are read when the models run: this check has not seen them."
-    if isinstance(settings, ActmatSettings) and settings.ridge < 1 and any(e.reference.lora for e in recipe.experts):
+    if isinstance(settings, ActmatSettings) and has_adapters(recipe.references):
         yield (
-            f"The changes of adapters lie in few directions, where a ridge of {settings.ridge:g} is too small: set "
-            f"'ridge: {ADAPTERS_RIDGE:g}'."
+            "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "
+            "weighted sum there: take 'merge_method: featcal', with a few prompts for each."
         )
     if not merging:
         return

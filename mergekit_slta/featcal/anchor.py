@@ -14,9 +14,10 @@ from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.roles import MAPS, Role, tensor_roles
 from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Weights
 from mergekit_slta.numerics.symmetric import with_ridge
-from mergekit_slta.recipe.settings import ActmatSettings
+from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
 
-RIDGE = ActmatSettings().ridge
+# A few prompts of adapters leave most directions of the input to the prior, and so need more of it than ``actmat``'s.
+RIDGE_OF_ADAPTERS = 0.3
 
 
 class ActmatAnchor(Blend):
@@ -34,6 +35,7 @@ class ActmatAnchor(Blend):
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
         share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
         super().__init__(models, share)
+        self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
         self.counts = [1.0] * (len(models) - 1) + [keep_weight] * bool(keep_weight)
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)
@@ -77,25 +79,24 @@ class ActmatAnchor(Blend):
     def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
         base, *experts = models
         tasks = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
-        return base + merged_task(role, tasks, RIDGE, self.counts).to(base.dtype)
+        return base + merged_task(role, tasks, self._ridge, self.counts).to(base.dtype)
 
+    def prior(self, maps: Sequence[LinearMap], base: Weights, owners: Sequence[Weights]) -> torch.Tensor | None:
+        """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
 
-def prior_of(maps: Sequence[LinearMap], base: Weights, owners: Sequence[Weights]) -> torch.Tensor | None:
-    """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
+        Args:
+            maps: the maps.
+            base, owners: the tensors of the base model, and of each task's own model.
 
-    Args:
-        maps: the maps.
-        base, owners: the tensors of the base model, and of each task's own model.
-
-    Returns:
-        P, or None where no expert has changed a map.
-    """
-    changes = ([m.matrix(owner) - m.matrix(base) for owner in owners if owner is not base] for m in maps)
-    total = sum(sum(map(covariance, tasks)) for tasks in changes)
-    if not isinstance(total, torch.Tensor) or not total.any():
-        return None
-    system = with_ridge(total, RIDGE)
-    return system.div_(system.diagonal().mean())
+        Returns:
+            P, or None where no expert has changed a map.
+        """
+        changes = ([m.matrix(owner) - m.matrix(base) for owner in owners if owner is not base] for m in maps)
+        total = sum(sum(map(covariance, tasks)) for tasks in changes)
+        if not isinstance(total, torch.Tensor) or not total.any():
+            return None
+        system = with_ridge(total, self._ridge)
+        return system.div_(system.diagonal().mean())
 
 
 def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:

@@ -51,7 +51,7 @@ from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layer
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges, waiting_bytes
-from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file, prior_of
+from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
@@ -385,7 +385,7 @@ class _Layer:
         names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
-        prior = prior_of(maps, self.base, self.owners)
+        prior = self.merge.anchor.prior(maps, self.base, self.owners)
         regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
         if expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
             self._unsolved.append(f"{names} ({regression.tokens} tokens)")

@@ -26,14 +26,14 @@ from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import require_calibration
-from mergekit_slta.recipe.settings import ActmatSettings, FeatcalSettings
+from mergekit_slta.recipe.settings import FeatcalSettings
 
 LOG = logging.getLogger(__name__)
 
 # Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
-FORMAT = 19  # changes with the folder's content and with the way that layers are solved
+FORMAT = 20  # changes with the folder's content and with the way that layers are solved
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -56,7 +56,6 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         keep_weight=experiment.recipe.keep_weight,
         ridge=settings.ridge,
         head=head is not None,
-        anchor=ActmatSettings().model_dump(),
     )
     partial.begin(run, experiment.ranks, replace=True, quiet=experiment.quiet)
     complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])

@@ -29,11 +29,14 @@ from mergekit_slta.models.checkpoint import is_finite, weighted_sum
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import (
+    ACTMAT_RIDGE,
+    ACTMAT_RIDGE_OF_ADAPTERS,
     ActmatSettings,
     FeatcalSettings,
     MethodSettings,
     SftmSettings,
     SltaSettings,
+    has_adapters,
     parameter_specs,
 )
 from mergekit_slta.sftm.superpose import superpose_task
@@ -283,7 +286,7 @@ class ActmatMerge(DataFreeMerge):
 
     ``weight`` says how much an expert counts against the others, in the regression and in the mean: weight 0 leaves the
     expert out, and equal weights change nothing. It does not scale the task vectors: the regression would reproduce
-    the scaled expert. ``scale`` multiplies the merged change as a whole.
+    the scaled expert. ``lambda`` multiplies the merged change as a whole.
     """
 
     spec = method_spec(ActmatSettings, "ACTMat", "2604.01329")
@@ -293,8 +296,11 @@ class ActmatMerge(DataFreeMerge):
     ) -> tuple[torch.Tensor, float]:
         if group.metadata.vocabulary_axis is not None:  # too large to solve
             role = Role.OTHER
-        weights = parameters["weight"].values_for(group.non_base)
-        return merged_task(role, list(tasks), parameters["ridge"], weights), parameters["lambda"]
+        weights, ridge = parameters["weight"].values_for(group.non_base), parameters["ridge"]
+        if ridge == "auto":
+            adapted = has_adapters(entry.id for entry in group.non_base)
+            ridge = ACTMAT_RIDGE_OF_ADAPTERS if adapted else ACTMAT_RIDGE
+        return merged_task(role, list(tasks), ridge, weights), parameters["lambda"]
 
 
 class SftmMerge(DataFreeMerge):

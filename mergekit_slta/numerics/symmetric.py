@@ -41,11 +41,20 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
     return mirror(add_gram(rows, rows.new_zeros(rows.shape[1], rows.shape[1])))
 
 
-def with_ridge(matrix: torch.Tensor, ridge: torch.Tensor | float) -> torch.Tensor:
-    """A matrix [n, n] plus ``ridge`` times the mean of its diagonal on the diagonal."""
-    found = matrix.clone()
-    found.diagonal().add_(ridge * matrix.diagonal().mean())
-    return found
+def eigenvalue(matrix: torch.Tensor) -> float:
+    """|S|²_F / trace S of a positive semidefinite matrix S [n, n]: the mean of its eigenvalues, weighted by themselves.
+
+    Directions in which S is zero do not change it, so it knows no width. It is 0 for a matrix of zeros.
+    """
+    trace = float(matrix.trace())
+    return float(matrix.norm()) ** 2 / trace if trace else 0.0
+
+
+def with_ridge(matrix: torch.Tensor, ridge: float) -> torch.Tensor:
+    """A positive semidefinite matrix [n, n] plus ``ridge`` times its ``eigenvalue`` on the diagonal."""
+    system = matrix.clone()
+    system.diagonal().add_(ridge * eigenvalue(matrix))
+    return system
 
 
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:

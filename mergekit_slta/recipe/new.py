@@ -53,7 +53,7 @@ _FORMS = {
     "actmat": _Form(
         "solves every linear map, without prompts",
         """\
-  ridge: 0.1            # pulls every matrix towards the experts' mean; at least 0
+  ridge: auto           # pulls every matrix towards the experts' mean; a number, or auto
   lambda: 1.0           # multiplies the merged change
 """,
         _COUNTS,
@@ -183,8 +183,6 @@ def new_recipe(
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
     form, with_data, models = _FORMS[method], method in WITH_DATA, [*experts, base]
-    if method == "actmat" and any("+" in expert for expert in experts):
-        form = form._replace(shared=form.shared.replace("ridge: 0.1 ", "ridge: 10.0"))  # as the check of a recipe says
     _require_sources(method, len(experts), len(calibration))
     if weight is not None:
         if with_data:

@@ -5,14 +5,15 @@ Other rooms read a method's properties here (does it run models? the experts too
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from mergekit_slta.data.sources import READERS
 from mergekit_slta.errors import SltaError
@@ -116,8 +117,24 @@ class FeatcalSettings(CalibrationSettings):
     )
 
 
-# The changes of adapters lie in few directions, where the default ridge is too small (tests/benchmarks/adapters.py).
-ADAPTERS_RIDGE = 10.0
+# The ridges of ``actmat`` by default, and where the experts are LoRA adapters, whose changes lie in few directions
+# (tests/benchmarks/adapters.py).
+ACTMAT_RIDGE, ACTMAT_RIDGE_OF_ADAPTERS = 0.03, 3.0
+
+
+SMALLEST_ACTMAT_RIDGE = 1e-4  # of what float32 bears (actmat/covariance.py)
+
+
+def _beyond_rounding(ridge: float) -> float:
+    if ridge < SMALLEST_ACTMAT_RIDGE:
+        rule = f"Input should be at least {SMALLEST_ACTMAT_RIDGE:g} (with less, rounding decides)"
+        raise PydanticCustomError("ridge", rule)
+    return ridge
+
+
+def has_adapters(models: Iterable[object]) -> bool:
+    """Whether any of a recipe's models is an adapter."""
+    return any(isinstance(model, ModelReference) and model.lora is not None for model in models)
 
 
 class ActmatExpert(Parameters):
@@ -135,7 +152,11 @@ class ActmatSettings(MethodSettings):
         "every linear map is solved by least squares without prompts; the experts' changes stand in for the inputs."
     )
     expert: ClassVar[type[Parameters]] = ActmatExpert
-    ridge: Ridge = Field(default=0.1, description="pulls every matrix towards the experts' mean; at least 0")
+    ridge: Annotated[FiniteFloat, AfterValidator(_beyond_rounding)] | Literal["auto"] = Field(
+        default="auto",
+        description=f"pulls every matrix towards the experts' mean; at least {SMALLEST_ACTMAT_RIDGE:g}; `auto` is "
+        f"{ACTMAT_RIDGE:g}, and {ACTMAT_RIDGE_OF_ADAPTERS:g} for adapters",
+    )
     lambda_: FiniteFloat = Field(
         default=1.0, alias="lambda", description="multiplies the merged change; `scale`, its older name, is read too"
     )

@@ -23,17 +23,18 @@ import mergekit_slta as slta
 
 TASKS = ("sums", "strings", "words")
 MERGES: dict[str, dict[str, Any]] = {
-    "task_arithmetic 0.5": {"merge_method": "task_arithmetic", "parameters": {"weight": 0.5}},
+    "task_arithmetic 0.4": {"merge_method": "task_arithmetic", "parameters": {"weight": 0.4}},
     **{
-        f"actmat, ridge {ridge:g}": {"merge_method": "actmat", "parameters": {"ridge": ridge}} for ridge in (0.1, 1, 10)
+        f"actmat, ridge {ridge:g}": {"merge_method": "actmat", "parameters": {"ridge": ridge}}
+        for ridge in (0.03, 0.3, 1, 3, 10)
     },
-    "featcal": {"merge_method": "featcal"},
+    **{f"featcal, {count} prompts": {"merge_method": "featcal", "parameters": {"samples": count}} for count in (3, 30)},
 }
 STEPS, BATCH = 300, 32
 
 
 def train(folder: Path, task: str, seed: int, out: Path) -> str:
-    """Train an adapter on a task's prompts, whose beginning depends on the seed; the merged model's folder."""
+    """Train an adapter on a task's prompts, whose beginning depends on the seed; its name in a recipe."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "family" / "base")
     torch.manual_seed(seed)
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -49,8 +50,8 @@ def train(folder: Path, task: str, seed: int, out: Path) -> str:
         model(input_ids=ids[rows_of_step], labels=labels[rows_of_step]).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.merge_and_unload().save_pretrained(out)
-    return str(out)
+    model.save_pretrained(out)
+    return f"{folder / 'family' / 'base'}+{out}"
 
 
 @click.command()
@@ -64,7 +65,7 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
         found: dict[str, list[float]] = {}
         for seed in seeds:
             with tempfile.TemporaryDirectory() as temporary:
-                out = Path(temporary)
+                out, options = Path(temporary), {"quiet": True, "lora_merge_cache": f"{temporary}/merged"}
                 begins = [seed if shared else 100 * (seed + 1) + index for index in range(len(TASKS))]
                 models = [train(folder, task, begin, out / task) for task, begin in zip(TASKS, begins, strict=True)]
                 base = {"base_model": str(folder / "family" / "base"), "dtype": "float32"}
@@ -76,14 +77,14 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
                 }
                 for label, merge in MERGES.items():
                     plain = base | {"models": [{"model": model} for model in models]} | merge
-                    content = with_data if label == "featcal" else plain
-                    slta.merge(slta.Recipe(content), out / label, quiet=True)
-                compared = slta.evaluate(slta.Recipe(with_data), [out / label for label in MERGES], quiet=True)
+                    content = with_data | merge if merge["merge_method"] == "featcal" else plain
+                    slta.merge(slta.Recipe(content), out / label, **options)
+                compared = slta.evaluate(slta.Recipe(with_data), [out / label for label in MERGES], **options)
                 for label in MERGES:
                     found.setdefault(label, []).append(compared.ranking[label].accuracy or 0.0)
                 for task in TASKS:
-                    alone = compared.tasks[task].scores[f"expert {task}"].accuracy or 0.0
-                    found.setdefault("each adapter alone", []).append(alone)
+                    (alone,) = (own for name, own in compared.tasks[task].scores.items() if name.endswith(task))
+                    found.setdefault("each adapter alone", []).append(alone.accuracy or 0.0)
         click.echo("from one beginning" if shared else "each from its own beginning")
         for label, scores in found.items():
             click.echo(f"  {label}: {statistics.mean(scores):.2f} ± {statistics.stdev(scores):.2f}")

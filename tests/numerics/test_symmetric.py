@@ -10,7 +10,7 @@ import torch
 from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.numerics import symmetric
-from mergekit_slta.numerics.symmetric import gram, times_inverse
+from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse, with_ridge
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,15 @@ def test_a_gram_matrix_is_the_product_whatever_its_blocks(block: int, monkeypatc
     monkeypatch.setattr(symmetric, "BLOCK", block)
     rows = torch.randn(9, 14, dtype=torch.float64)
     assert (gram(rows) - rows.T @ rows).norm() < IN_FLOAT64 * rows.square().sum()
+
+
+@pytest.mark.parametrize("width", [10, 1000])
+def test_a_ridge_knows_no_width(width: int) -> None:
+    matrix = torch.zeros(width, width, dtype=torch.float64)
+    matrix[range(4), range(4)] = torch.tensor([1.0, 2.0, 2.0, 5.0], dtype=torch.float64)
+    assert eigenvalue(matrix) == pytest.approx(3.4)  # (1 + 4 + 4 + 25) / 10
+    torch.testing.assert_close(with_ridge(matrix, 0.5), matrix + 1.7 * torch.eye(width, dtype=torch.float64))
+    assert eigenvalue(torch.zeros(3, 3)) == 0.0
 
 
 @pytest.mark.parametrize("system", [-torch.eye(3), torch.zeros(3, 3), torch.full((3, 3), torch.nan)], ids=str)

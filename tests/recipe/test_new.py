@@ -15,7 +15,7 @@ from support.families import Family
 from mergekit_slta.errors import SltaError
 from mergekit_slta.recipe.new import WITH_DATA, new_recipe
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import ADAPTERS_RIDGE, SETTINGS, ActmatSettings, parameter_specs
+from mergekit_slta.recipe.settings import SETTINGS, parameter_specs
 
 
 @pytest.mark.parametrize("method", SETTINGS)
@@ -123,12 +123,6 @@ def asks(text: str) -> list[list[str]]:
     """The ``ask`` commands in a recipe's comments, from the command's name on."""
     lines = [line.removeprefix("#   mergekit-slta ") for line in text.splitlines()]
     return [shlex.split(line) for line in lines if line.startswith("ask ")]
-
-
-def test_adapters_get_a_ridge_of_their_own() -> None:
-    for experts, ridge in ((["org/a", "org/b"], ActmatSettings().ridge), (["org/base+org/a", "org/b"], ADAPTERS_RIDGE)):
-        found = Recipe.parse(new_recipe("org/base", experts, "actmat"), "this").settings_of(ActmatSettings)
-        assert found.ridge == ridge
 
 
 def test_models_of_one_name_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

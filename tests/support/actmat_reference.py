@@ -11,7 +11,7 @@ from mergekit_slta.layers.roles import Role
 
 
 def dense_merge(tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] = ()) -> torch.Tensor:
-    """τ̄ + [Σ (τ_t − τ̄) C_t] [Σ C_t + ridge · trace(Σ C_t) / d · I]⁻¹ for task matrices [out, in]."""
+    """τ̄ + [Σ (τ_t − τ̄) C_t] [S + ridge · |S|²_F / trace S · I]⁻¹, S = Σ C_t, for task matrices [out, in]."""
     weights = weights or [1.0] * len(tasks)
     exact = [task.double() for task in tasks]
     mean = sum(weight * task for weight, task in zip(weights, exact, strict=True)) / sum(weights)
@@ -22,7 +22,7 @@ def dense_merge(tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[f
         for weight, task in zip(weights, exact, strict=True)
     ]
     total = torch.stack(moments).sum(0)
-    penalty = ridge * total.trace() / len(total)
+    penalty = ridge * total.square().sum() / total.trace().clamp_min(1e-300)
     system = total + penalty * torch.eye(len(total), dtype=torch.float64)
     target = torch.stack([(task - mean) @ own for task, own in zip(exact, moments, strict=True)]).sum(0)
     return mean + torch.linalg.solve(system, target, left=False)
@@ -32,7 +32,7 @@ def merged_tensor(
     role: Role,
     base: torch.Tensor,
     experts: list[torch.Tensor],
-    ridge: float = 0.1,
+    ridge: float = 0.03,
     scale: float = 1.0,
     weights: Any = (),
 ) -> torch.Tensor:
