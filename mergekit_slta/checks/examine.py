@@ -171,7 +171,6 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(require_solvable, experiment)
     if not merging:
         return
-    yield partial(models.depth_of_slices, experiment)
     every = [experiment.model(reference) for reference in recipe.references]
     yield partial(models.complete_checkpoints, every, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
@@ -267,10 +266,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     recipe, settings = experiment.recipe, experiment.recipe.settings
     base, config = experiment.model(recipe.base), recipe.config
     for _, expert in experiment.pairs:
-        yield from models.other_computation(base, expert, settings.runs_models)
+        yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)
-        if clause := models.left_over(expert):
-            yield f"{clause}: the entry 'quantization_config' is ignored."
     if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
         yield (
             f"The base model and {same[0]} have the same prompts, on which the merge cannot keep both models' behavior "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,9 +28,9 @@ from mergekit_slta.models.adapters import (
     with_adapter,
 )
 from mergekit_slta.models.architecture import vocabulary_axes
-from mergekit_slta.models.fingerprint import adapter_settings, computation
+from mergekit_slta.models.fingerprint import adapter_settings, other_computation
 from mergekit_slta.models.folder import beside_weights, code_of, refuse_links
-from mergekit_slta.models.headers import Model, weight_files
+from mergekit_slta.models.headers import Model
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
@@ -54,12 +53,6 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
     if model.folder and reference == experiment.recipe.base:
         list(code_of(model.folder))  # is copied when the weights are written
     _full_precision(model)
-    files = weight_files(model.folder) if model.folder and options.lazy_unpickle else []
-    pickled = [file for file in files if file.suffix == ".bin" and file.is_file()]
-    if old := [file.name for file in pickled if not zipfile.is_zipfile(file)]:
-        raise SltaError(f"{model} stores {listed(old)} in the format of torch before 1.6: leave --lazy-unpickle out.")
-    if (reference == experiment.recipe.base or adapter) and (clause := left_over(model)):
-        raise SltaError(f"{clause}: remove the entry 'quantization_config'.")
     if adapter is not None:
         if not options.lora_merge_cache:
             raise SltaError(NO_FOLDER.format(model=model))
@@ -69,7 +62,7 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
 def _full_precision(model: Model) -> None:
     """Refuse quantized tensors."""
     method, narrow = _quantization(model), _narrow(model)
-    if method and not left_over(model):
+    if method:
         kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
         # save_pretrained writes the format of the quantized checkpoint by default.
         fix = (
@@ -78,7 +71,10 @@ def _full_precision(model: Model) -> None:
         )
         if "dequantize" not in inspect.signature(kind).parameters:
             fix = "dequantize it first"
-        raise SltaError(f"{model} is quantized ({method}): name the original checkpoint, or {fix}.")
+        raise SltaError(
+            f"{model} is quantized ({method}) by its config.json: name the original checkpoint, or {fix}; or remove "
+            "the entry 'quantization_config', if its tensors are not."
+        )
     if narrow:
         raise SltaError(
             f"{model} stores {narrow[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
@@ -97,14 +93,6 @@ def _quantization(model: Model) -> str:
     text = model.config.get_text_config()
     given = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
     return str(dict(given).get("quant_method", "in some way")) if given else ""
-
-
-def left_over(model: Model) -> str:
-    """A clause that says that a model is quantized by its configuration alone; "" if it is not."""
-    method = _quantization(model)
-    if not method or model.built is None or _narrow(model) or model.layout(model).missing():
-        return ""
-    return f"The config.json of {model.reference.model} calls it quantized ({method}), but its tensors are not"
 
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
@@ -170,18 +158,6 @@ def _same_architecture(base: Model, expert: Model) -> None:
         raise SltaError(
             f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
             f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
-        )
-
-
-def depth_of_slices(experiment: Experiment) -> None:
-    """Refuse slices that change the number of layers of a model whose configuration lists each layer's kind."""
-    base, slices = experiment.model(experiment.recipe.base), experiment.recipe.config.slices or []
-    kinds = getattr(base.config.get_text_config(), "layer_types", None) or []
-    ranges = [output.sources[0].layer_range for output in slices]
-    if slices and kinds and (count := sum(end - start for start, end in ranges)) != len(kinds):
-        raise SltaError(
-            f"The slices have {count} layers and {base} has {len(kinds)}, whose kinds its configuration lists in "
-            "'layer_types': mergekit does not change that list, so keep the number of layers."
         )
 
 
@@ -278,11 +254,10 @@ def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[st
     return list(filter(is_changed, ends))
 
 
-def other_computation(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
+def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
     """An expert whose configuration makes it compute something else from the same weights."""
-    measured = ", and the expert is measured with it too" if runs_models else ""
-    ours, theirs = computation(base.config), computation(expert.config)
-    if names := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
+    if names := other_computation(base.config, expert.config):
+        measured = ", and the expert is measured with it too" if runs_models else ""
         yield (
             f"The configuration of the expert {expert} differs from that of the base model {base} in "
             f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."

@@ -116,44 +116,38 @@ _INERT = {
 _INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "token_id", "tokenizer")
 
 
-def computation(config: transformers.PretrainedConfig) -> dict[str, Any]:
-    """The entries of a configuration that may decide what the decoder's layers compute."""
-    entries = config.get_text_config().to_dict().items()
-    return {name: value for name, value in entries if not _is_inert(name)}
+def computation(config: transformers.PretrainedConfig, whole: bool = False) -> dict[str, Any]:
+    """The entries that may decide what the decoder's layers compute; those of nested tables have dotted names.
+
+    ``whole`` adds those of the other parts of a multimodal model.
+    """
+    return dict(_deciding((config if whole else config.get_text_config()).to_dict()))
 
 
-def _is_inert(name: str) -> bool:
-    return name in _INERT or any(part in name for part in _INERT_PARTS)
-
-
-def other_entries(config: transformers.PretrainedConfig, other: transformers.PretrainedConfig) -> list[str]:
-    """The names of the entries, of all parts, that may have two models compute differently, and do differ."""
-    ours, theirs = (dict(_entries(each.to_dict())) for each in (config, other))
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-
-
-def _entries(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _deciding(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in entries.items():
-        if _is_inert(str(name)):
+        if name in _INERT or any(part in str(name) for part in _INERT_PARTS):
             continue
         if isinstance(value, dict) and value:
-            yield from _entries(value, f"{prefix}{name}.")
+            yield from _deciding(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
+def other_computation(
+    config: transformers.PretrainedConfig, other: transformers.PretrainedConfig, whole: bool = False
+) -> list[str]:
+    """The names of the entries of ``computation`` in which two configurations differ that have such entries."""
+    ours, theirs = computation(config, whole), computation(other, whole)
+    tables = {name.partition(".")[0] for name in ours} & {name.partition(".")[0] for name in theirs}
+    names = [name for name in ours.keys() | theirs.keys() if name.partition(".")[0] in tables]
+    return sorted(name for name in names if ours.get(name) != theirs.get(name))
+
+
 def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
-    """The entries of ``computation`` with a hash of each value; entries of nested tables have dotted names.
+    """The entries of ``computation`` with a hash of each value.
 
     Hashes show which entries have changed without publishing the values, which may be paths. 1 and 1.0 are equal.
     """
     text = json.dumps(computation(config), default=str)
-    return dict(_hashed(json.loads(text, parse_int=float)))
-
-
-def _hashed(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in entries.items():
-        if isinstance(value, dict) and value:
-            yield from _hashed(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", digest(value)[:12]
+    return {name: digest(value)[:12] for name, value in json.loads(text, parse_int=float).items()}

@@ -65,10 +65,9 @@ def own_types(tensors: Headers) -> dict[str, str]:
     They hold integers, or are stored wider than most: in bfloat16, a router's bias would have few values left.
     """
     widths = Counter(header.width for header in tensors.values() if not header.integer)
-    usual = max(widths, key=widths.__getitem__, default=0)
-    wider = {name: header.width for name, header in tensors.items() if not header.integer and header.width > usual > 1}
-    types = {name: {4: "float32", 8: "float64"}[width] for name, width in wider.items()}
-    return types | {name: "int64" for name, header in tensors.items() if header.integer}
+    usual, types = max(widths, key=widths.__getitem__, default=0), {4: "float32", 8: "float64"}
+    special = {name: header for name, header in tensors.items() if header.integer or header.width > usual > 1}
+    return {name: "int64" if header.integer else types[header.width] for name, header in special.items()}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Unpack
 
 import transformers
-from mergekit.common import ModelPath, ModelReference, dtype_from_name, get_auto_cls
+from mergekit.common import ModelPath, ModelReference, get_auto_cls
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from tqdm import tqdm
@@ -22,7 +22,7 @@ from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.checkpoint import is_finite
-from mergekit_slta.models.fingerprint import other_entries
+from mergekit_slta.models.fingerprint import other_computation
 from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES
 from mergekit_slta.models.headers import Headers, Model, folder_headers
 from mergekit_slta.output import manifest
@@ -95,7 +95,6 @@ def verify(
     stored, ours = folder_headers(folder), config.merge_method in SETTINGS
     changed = list(_not_as_merged(experiment, folder)) if ours else []
     problems = [*changed, *tensor_faults(folder, stored, experiment.quiet)]
-    problems += [] if ours else _other_types(base, stored, config.out_dtype)
     try:
         written = experiment.model(merged_model)
     except SltaError as error:
@@ -141,14 +140,6 @@ def tensor_faults(folder: Path, names: Iterable[str], quiet: bool) -> Iterator[s
         yield f"Tensors have values that are not finite: {listed(broken)}; merge in 'dtype: float32'."
 
 
-def _other_types(base: Model, stored: Headers, dtype: str | None) -> Iterator[str]:
-    """Tensors of a merge by mergekit's own method that are not of the recipe's type."""
-    wanted, integers = dtype_from_name(dtype), {name for name, header in base.tensors.items() if header.integer}
-    numbers = {name: header for name, header in stored.items() if name not in integers}
-    if odd := [name for name, h in numbers.items() if h.integer or h.width != (wanted.itemsize if wanted else h.width)]:
-        yield f"{listed(odd)} are not of the type {dtype or 'that the base model has'}."
-
-
 def _loading_problems(
     experiment: Experiment, base: Model, written: Model, stored: Headers, tensors: bool
 ) -> Iterator[str]:
@@ -158,7 +149,11 @@ def _loading_problems(
     base model has them and the folder does not; without ``tensors`` what is wrong with them has been said.
     """
     may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if experiment.in_slices else ()))
-    names = [name for name in other_entries(base.config, written.config) if name.rpartition(".")[2] not in may_differ]
+    names = [
+        name
+        for name in other_computation(base.config, written.config, whole=True)
+        if name.rpartition(".")[2] not in may_differ
+    ]
     names += ["architectures"] * (base.architecture != written.architecture)
     if names:
         yield f"The folder's config.json differs from that of {base} in {listed(names)}: copy these entries from there."

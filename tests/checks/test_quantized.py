@@ -12,9 +12,8 @@ import transformers
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.copies import edit_tensors, pickled_as_before
-from support.examining import edit_config, look, only, problems
-from support.families import Family
+from support.copies import edit_tensors
+from support.examining import edit_config, only, problems
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 BLOCK = 16  # rows and columns that share an FP8 scale
@@ -71,8 +70,9 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
     edit_tensors(folder, quantize)
     edit_config(folder, quantization_config=entry)
     assert only(recipe) == (
-        f"{folder} is quantized ({entry['quant_method']}): name the original checkpoint, or load it in "
-        f"transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}."
+        f"{folder} is quantized ({entry['quant_method']}) by its config.json: name the original checkpoint, or load it "
+        f"in transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}; or remove the entry "
+        "'quantization_config', if its tensors are not."
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind(dequantize=True))
     assert torch.equal(model.state_dict()["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])
@@ -80,22 +80,3 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
     assert problems(named(tmp_path / "right")) == []
     state = load_file(families.merge(named(tmp_path / "right"), tmp_path / "merged") / "model.safetensors")
     assert all(tensor.dtype == torch.float32 and tensor.isfinite().all() for tensor in state.values())
-
-
-def test_an_entry_that_an_expert_has_left_over_is_ignored(family: Family, tmp_path: Path) -> None:
-    recipe = families.recipe(family, samples=6)
-    edit_config(family.experts[0], quantization_config={"quant_method": "gptq", "bits": 4})
-    (note,) = look(recipe).notes
-    assert note == (
-        f"The config.json of {family.experts[0]} calls it quantized (gptq), but its tensors are not: the entry "
-        "'quantization_config' is ignored."
-    )
-    out = families.merge(recipe, tmp_path / "merged")
-    assert "quantization_config" not in (out / "config.json").read_text()
-
-
-def test_torchs_old_format_is_not_read_tensor_by_tensor(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, "actmat", experts=[0, 1], calibration=False)
-    content["models"][1]["model"] = str(pickled_as_before(llama.experts[1], tmp_path / "old"))
-    assert problems(content) == []
-    assert only(content, options={"lazy_unpickle": True}).endswith("before 1.6: leave --lazy-unpickle out.")

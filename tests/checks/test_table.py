@@ -168,7 +168,7 @@ def quantized(entry: dict[str, Any] | None, change: Callable[[State], None]) -> 
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
-LEFT_OVER = "calls it quantized (gptq), but its tensors are not: remove the entry 'quantization_config'."
+ORIGINAL = "by its config.json: name the original checkpoint, or dequantize it first; or remove the entry "
 ELSE = "name the original checkpoint, or dequantize it first."
 
 
@@ -280,11 +280,11 @@ MODELS: Rows = [
         for words, rename in WRAPPERS.items()
         for place in ("BASE", "EXPERT")
     ),
-    (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq): {ELSE}"),
-    (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own): {ELSE}"),
+    (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq) {ORIGINAL}"),
+    (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own) {ORIGINAL}"),
     (quantized(None, to_8_bits), f"EXPERT stores {UP} in 8 bits or fewer, so it is quantized: {ELSE}"),
-    (lambda c: edit_config(c.base, quantization_config=GPTQ), f"The config.json of BASE {LEFT_OVER}"),
-    (left_over_below_an_adapter, f"The config.json of EXPERT {LEFT_OVER}"),
+    (lambda c: edit_config(c.base, quantization_config=GPTQ), f"BASE is quantized (gptq) {ORIGINAL}"),
+    (left_over_below_an_adapter, f"EXPERT+HERE/adapter is quantized (gptq) {ORIGINAL}"),
     (no_decoder, "T5ForConditionalGeneration is an encoder-decoder, which calibration does not cover: use 'merge_m"),
 ]
 
@@ -522,7 +522,6 @@ OTHERS: Rows = [
     ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
-    (in_slices((0, 2), (1, 3)), "The slices have 4 layers and BASE has 3, whose kinds its configuration lists"),
     (reporting, "'report: HERE/file' cannot be created"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
@@ -641,8 +640,8 @@ def half(dtype: str | None) -> Edit:
 
 ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "rms_norm_eps": 1e-3}
 DIFFERS = (
-    "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, rope_parameters: "
-    "the merged model gets the base model's configuration"
+    "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, "
+    "rope_parameters.rope_theta: the merged model gets the base model's configuration"
 )
 ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: bfloat16'."
 

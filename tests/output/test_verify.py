@@ -137,7 +137,6 @@ UP = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
         ("mixtral", lambda own: None, ""),
         ("mixtral", lambda own: own.pop("lm_head.weight"), "transformers misses lm_head.weight in the folder, and "),
         ("mixtral", lambda own: own.update(more=torch.zeros(2)), "transformers does not know more."),
-        ("mixtral", lambda own: own.update({NORM: own[NORM].to(torch.int8)}), f"{NORM} are not of the type that the "),
         ("mixtral", lambda own: own.pop(UP), "transformers cannot load the folder ("),
         ("mixtral", lambda own: own.update({NORM: torch.zeros(31)}), f"{NORM} have other shapes than the folder's "),
         ("qwen3_5", lambda own: own.pop(HEAD), f"{HEAD} of "),  # which transformers ignores
