@@ -213,9 +213,13 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     """What a model adds to each row: at most ``limit`` tokens, and the end token, [] if it does not come to one.
 
     Rows that do not fit into memory together are taken in halves, and rows of several lengths one length after the
-    other where the model's layers carry something from token to token, which would be the padding's.
+    other where padding would change them: layers carry something from token to token, or count positions by tokens.
     """
-    if len({*map(len, rows)}) > 1 and any(getattr(module, "_is_stateful", False) for module in model.modules()):
+    needs_one_length = any(
+        getattr(module, "_is_stateful", False) or hasattr(module, "create_position_ids_from_input_ids")
+        for module in model.modules()
+    )
+    if needs_one_length and len({*map(len, rows)}) > 1:
         return [answer for _, same in groupby(rows, len) for answer in _produced(model, [*same], limit)]
     width, ends = max(map(len, rows)), model.generation_config.eos_token_id
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)

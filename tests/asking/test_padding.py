@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from support import families
-from support.architecture_scan import KINDS, NO_DECODERS, small_configs
+from support.architecture_scan import KINDS, NO_DECODERS, is_decoder, small_configs
 from support.slow import slow_but
 
 from mergekit_slta.asking.ask import _produced
@@ -24,6 +24,8 @@ LARGEST = 20_000_000  # parameters
 
 def small_model(name: str) -> Any:
     """A model of a type with random weights; the test is skipped where it cannot be built or answers nothing."""
+    if not is_decoder(name, TYPES[name]):
+        pytest.skip("no decoder-only language model")
     classes = KINDS[TYPES[name]][name]
     reason = "no small configuration"
     for config in small_configs(name, classes if isinstance(classes, str) else classes[0]):

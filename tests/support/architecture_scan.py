@@ -284,7 +284,7 @@ def scan(case: tuple[str, str]) -> Row:
     names = KINDS[kind][model_type]
     row, start = Row(model_type, names if isinstance(names, str) else names[0], kind), time.process_time()
     try:
-        row.decoder = _is_decoder(model_type, kind)
+        row.decoder = is_decoder(model_type, kind)
         if not row.decoder:
             return row
         try:
@@ -387,7 +387,7 @@ def _solves_most(decoder: Decoder) -> bool:
     return len(every & families.solved_in_layers(decoder)) > len(every) / 2
 
 
-def _is_decoder(model_type: str, kind: str) -> bool:
+def is_decoder(model_type: str, kind: str) -> bool:
     if model_type in NO_DECODERS:
         return False
     config = CONFIG_MAPPING[model_type]()
