@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -25,7 +26,6 @@ from mergekit_slta.data.records import (
     Turns,
     UnfitRecord,
     decoded,
-    in_a_list,
     is_blank,
     is_turns,
     turns_of,
@@ -38,7 +38,7 @@ from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, read
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.words import counted
+from mergekit_slta.words import counted, listed
 
 LOG = logging.getLogger(__name__)
 
@@ -101,12 +101,12 @@ def ask(
     asked = _asked(source, topics, whole_number("samples", samples), (positions or WHOLE) - limit)
     checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
     run = files.digest([checkpoint.fingerprint(), [prompt.ids for prompt in asked], limit])
-    known = _finished(beside, run)
-    files.write(beside, _lines(run, *known.items()).encode())
+    answered = _finished(beside, run)
+    files.write(beside, _lines(run, *answered.items()).encode())
     # Prompts of about one length are answered together, and in the same batches when the run is started again.
     order = sorted(range(len(asked)), key=lambda number: len(asked[number].ids))
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-    batches = [batch for batch in batches if not known.keys() >= {*batch}]
+    batches = [batch for batch in batches if not answered.keys() >= {*batch}]
     with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
         loaded = _loaded(experiment, checkpoint, source) if batches else None
         progress("the first prompts", len(asked) - sum(map(len, batches)))
@@ -117,9 +117,9 @@ def ask(
             }
             with beside.open("a", encoding="utf-8") as file:
                 file.write(_lines(*finished.items()))
-            known |= finished
-            progress(f"{len(known)} of {counted(len(asked), 'prompt')}", len(batch))
-    answers = [known[number] for number in range(len(asked))]
+            answered |= finished
+            progress(f"{len(answered)} of {counted(len(asked), 'prompt')}", len(batch))
+    answers = [answered[number] for number in range(len(asked))]
     if not any(answer.record for answer in answers):
         raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: give other prompts.")
     total, loops = counted(len(answers), "answer"), sum(answer.loops for answer in answers)
@@ -165,10 +165,9 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     if ignored:
         fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
         LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
-    said = [tokens for prompt in asked if (tokens := source.control_tokens(json.dumps(prompt.record["messages"])))]
-    if said:
-        what = f"{counted(len(said), 'prompt')} say control tokens such as {said[0][0]!r}"
-        LOG.warning("%s, which the model takes for its own: remove them.", what)
+    if said := [*filter(None, (source.control_tokens(json.dumps(prompt.record)) for prompt in asked))]:
+        which = f"{len(said)} of {counted(len(asked), 'prompt')} say control tokens such as {said[0][0]!r}"
+        LOG.warning("%s, which the model takes for its own: remove them.", which)
     return asked
 
 
@@ -184,7 +183,9 @@ def _turns(record: Record, where: str) -> Turns:
                 return with_system(turns, record)
         elif values and not any(isinstance(value, (list, dict)) for value in values):
             return with_system([{"role": "user", "content": "\n".join(str(value).strip() for value in values)}], record)
-    raise UnfitRecord(f"{where} has no prompt: its fields are {in_a_list(record)}; name one of them 'prompt'.")
+    raise UnfitRecord(
+        f"{where} has no prompt: its fields are {listed(map(str, record)) or 'none'}; name one of them 'prompt'."
+    )
 
 
 def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationSource) -> Any:
@@ -231,7 +232,7 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
                 attention_mask=mask,
                 do_sample=False,
                 max_new_tokens=limit,
-                logits_processor=transformers.LogitsProcessorList([_Finite(model)]),
+                logits_processor=transformers.LogitsProcessorList([partial(_finite, model)]),
             )[:, width:]
         words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens.tolist()]
         return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens.tolist(), strict=True)]
@@ -247,31 +248,26 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     return [*_produced(model, rows[:half], limit), *_produced(model, rows[half:], limit)]
 
 
-class _Finite(transformers.LogitsProcessor):
-    """Refuses logits of a model that has overflowed, of which each token is as likely as any."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if (scores.isnan() | scores.isposinf()).any():
-            dtype = str(self.model.dtype).removeprefix("torch.")
-            raise SltaError(
-                f"{self.model.name_or_path} computes numbers that are not finite in {dtype}: in its config.json, set "
-                "'dtype' to bfloat16 or float32."
-            )
-        return scores
+def _finite(model: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The logits of the next tokens; an SltaError if the model has overflowed, so that every token is the likeliest."""
+    if (scores.isnan() | scores.isposinf()).any():
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise SltaError(
+            f"{model.name_or_path} computes numbers that are not finite in {dtype}: in its config.json, set 'dtype' to "
+            "bfloat16 or float32."
+        )
+    return scores
 
 
 def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: list[int]) -> _Answer:
     """The record that gives the most of the tokens that the model was given and produced."""
     ids = [*prompt.ids, *words, *end]
     pieces = ([*prompt.ids], [*prompt.ids, *words], words, end)
-    before, whole, text, stop = (
+    given, whole, text, stop = (
         str(source.tokenizer.decode(piece, clean_up_tokenization_spaces=False)) for piece in pieces
     )
-    if whole.startswith(before):  # the answer alone may lack the space that it begins with
-        text = whole.removeprefix(before)
+    if whole.startswith(given):  # the answer alone may lack the space that it begins with
+        text = whole.removeprefix(given)
     if not text.strip():
         return _Answer({})
     if not end and _loops(words):

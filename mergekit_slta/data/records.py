@@ -12,6 +12,7 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.words import listed
 
 Record = Mapping[str, Any]
 Span = tuple[int, int]
@@ -114,7 +115,7 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
             return text if fields == ("text",) else text._replace(unread=unread(record, (*UNREAD, *SYSTEM)))
     if not chat_fields and not groups:
         raise UnfitRecord(
-            f"{where} has none of the known fields: its fields are {in_a_list(record)}. "
+            f"{where} has none of the known fields: its fields are {listed(map(str, record)) or 'none'}. "
             "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
         )
     return Text("")
@@ -186,10 +187,6 @@ def _plain_text(value: Any, what: str) -> str:
     return str(value)
 
 
-def in_a_list(names: Iterable[Any]) -> str:
-    return ", ".join(map(str, names)) or "none"
-
-
 def is_turns(value: Any) -> bool:
     """Whether the value of a field is a conversation."""
     turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
@@ -231,7 +228,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
         if field not in record:
             raise UnfitRecord(
                 f"{where} has no field {field!r}, which the template {template!r} names: "
-                f"its fields are {in_a_list(record)}."
+                f"its fields are {listed(map(str, record)) or 'none'}."
             )
     if all(is_blank(record[field]) for field in fields):
         return Text("")
@@ -256,8 +253,8 @@ def _fill(template: str, record: Record, where: object) -> Text:
             )
         last = len(text), len(text) + len(written)
         text += written
-    known = len(fields) > 1 and (fields[-1] in ANSWERS or not (tail.strip() or ANSWERS & {*fields}))
-    return Text(text, answer=_without_blanks(text, *last) if known else None)
+    is_answer = len(fields) > 1 and (fields[-1] in ANSWERS or not (tail.strip() or ANSWERS & {*fields}))
+    return Text(text, answer=_without_blanks(text, *last) if is_answer else None)
 
 
 # Conversations
@@ -321,19 +318,14 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     calls = decoded(turn.get("tool_calls")) or turn.get("function_call")
     if role in CALLS and isinstance(decoded(content), (dict, list)):
         calls, content = decoded(content), ""
-    for part in content if isinstance(content, list) else []:
-        if (
-            isinstance(part, dict)
-            and "text" not in part
-            and (other := [key for key in ("type", *MEDIA) if key in part])
-        ):
-            kind = part[other[0]] if other[0] == "type" else other[0]
-            raise UnfitRecord(f"{what} has a part of the type {kind!r}: only text calibrates and is answered.")
+    parts = [part for part in content if isinstance(part, dict) and "text" not in part]
+    if kinds := [part.get("type", key) for part in parts for key in ("type", *MEDIA) if key in part]:
+        raise UnfitRecord(f"{what} has a part of the type {kinds[0]!r}: only text calibrates and is answered.")
     normal = {"role": ROLES[role], "content": content}
     if calls:
         normal["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
-    others = _without(turn, "role", "from", "content", "value", "tool_calls", "function_call")
-    return normal | {key: entry for key, entry in others.items() if not is_blank(entry)}
+    unnamed = _without(turn, "role", "from", "content", "value", "tool_calls", "function_call")
+    return normal | {key: entry for key, entry in unnamed.items() if not is_blank(entry)}
 
 
 def _call(call: Any, what: str) -> dict[str, Any]:
@@ -468,11 +460,11 @@ def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
         return None
     mark = [{"type": "text", "text": MARK}] if isinstance(last["content"], list) else MARK
     marked = _attempt(render, [*turns[:-1], _without(last, "tool_calls", *REASONING) | {"content": mark}]) or ""
-    before, *after = marked.split(MARK)
-    if len(after) != 1:  # the template takes the turn apart, leaves it out or repeats it
+    head, *tail = marked.split(MARK)
+    if len(tail) != 1:  # the template takes the turn apart, leaves it out or repeats it
         return None
-    begin = _shared(text, before)
-    end = len(text) - _shared(text[begin:][::-1], after[0][::-1])
+    begin = _shared(text, head)
+    end = len(text) - _shared(text[begin:][::-1], tail[0][::-1])
     # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave out
     # what is thought, or said beside a call.
     pieces = [str(function.get("name")) for function in functions] or [_said(last)]

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 import huggingface_hub
 import numpy as np
 
-from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, in_a_list, record_text
+from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, record_text
 from mergekit_slta.errors import SltaError, one_line, reading
 from mergekit_slta.files import published_path
 from mergekit_slta.words import counted
@@ -125,7 +125,7 @@ class CalibrationSource:
         # Fields that no record has are refused before each one is looked at.
         record_text(dict.fromkeys(fields), self.template, where=source, render_chat=self._render_chat)
         repeated = {row for data in used for row in data.token_ids}
-        drawn, beyond = list[_Sample](), list[_Sample]()
+        drawn, unanswered = list[_Sample](), list[_Sample]()
         empty, unfit = 0, list[str]()
         for index in random.Random(self.seed if seed is None else seed).sample(range(len(records)), len(records)):
             if len(drawn) == samples:
@@ -140,16 +140,16 @@ class CalibrationSource:
             if not row:
                 empty += 1
             elif row not in repeated:
-                unanswered = used and answer and answer[0] >= self.max_tokens
-                (beyond if unanswered else drawn).append(_Sample(index, row, answer, text))
-        again = quiet or any(data.source == self.source for data in used)
-        if not (drawn or beyond) and (not used or (unfit and not again)):
+                lacks_answer = used and answer and answer[0] >= self.max_tokens
+                (unanswered if lacks_answer else drawn).append(_Sample(index, row, answer, text))
+        described = quiet or any(data.source == self.source for data in used)
+        if not (drawn or unanswered) and (not used or (unfit and not described)):
             all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
             none_fits = f"{len(unfit)} do not fit and {empty} are empty, the first because {next(iter(unfit), '')}"
             raise SltaError(f"{source} has no usable row: {none_fits if unfit else all_empty}")
-        for sentence in [] if again else self._notes([*drawn, *beyond], empty, unfit):
+        for sentence in [] if described else self._notes([*drawn, *unanswered], empty, unfit):
             LOG.warning("%s: %s", source, sentence)
-        drawn = drawn or beyond[:samples]
+        drawn = drawn or unanswered[:samples]
         if 0 < len(drawn) < samples and not quiet:
             which = "prompts that calibration did not use" if used else "prompts that 'samples' sets"
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
@@ -168,8 +168,8 @@ class CalibrationSource:
             text = str(self.tokenizer.decode([*sample.row[begin:end]], clean_up_tokenization_spaces=False))
             return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
 
-        sample, known = drawn[0], sum(sample.answer is not None for sample in drawn)
-        some = f" An answer is known for {known} of {len(drawn)} prompts." if 0 < known < len(drawn) else ""
+        sample, answers = drawn[0], sum(sample.answer is not None for sample in drawn)
+        some = f" An answer is known for {answers} of {len(drawn)} prompts." if 0 < answers < len(drawn) else ""
         answer, length = sample.answer, len(sample.row)
         sees = f"Row {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
         if not answer:
@@ -191,10 +191,9 @@ class CalibrationSource:
                 f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
                 "in the field 'text'."
             )
-        if number := sum(bool(self.control_tokens(sample.text.said)) for sample in drawn):
-            token = next(iter(self.control_tokens(*(sample.text.said for sample in drawn))))
+        if said := [*filter(None, (self.control_tokens(sample.text.said) for sample in drawn))]:
             yield (
-                f"{number} of {len(drawn)} conversations say control tokens such as {token!r}, which the model takes "
+                f"{len(said)} of {len(drawn)} prompts say control tokens such as {said[0][0]!r}, which the model takes "
                 "for its own: remove them."
             )
         chats = [sample.text.text for sample in drawn if sample.text.is_chat]
@@ -258,10 +257,10 @@ class CalibrationSource:
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
 
-    def control_tokens(self, *texts: str) -> list[str]:
-        """The special tokens that some texts hold as words."""
+    def control_tokens(self, words: str) -> list[str]:
+        """The special tokens that somebody's words would become."""
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        return sorted(token for token in special if any(token in text for text in texts))
+        return sorted(token for token in special if token in words)
 
     @cached_property
     def turn_end(self) -> int | None:
@@ -282,9 +281,7 @@ class CalibrationSource:
 
     @property
     def has_chat_template(self) -> bool:
-        with contextlib.suppress(ValueError, NotImplementedError):
-            return bool(self.tokenizer.get_chat_template())
-        return False
+        return _has_chat_template(self.tokenizer)
 
     @cached_property
     def _split_markers(self) -> set[str]:
@@ -300,15 +297,19 @@ class CalibrationSource:
         Raises:
             SltaError: neither has one.
         """
-        for load in (lambda: self.tokenizer, self.load_expert_tokenizer):
-            tokenizer = load()
-            with contextlib.suppress(ValueError, NotImplementedError):
-                tokenizer.get_chat_template()
-                return tokenizer
-        raise SltaError(
-            f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
-            "the expert's has a chat template: give the expert a 'template'."
-        )
+        tokenizer = self.tokenizer if self.has_chat_template else self.load_expert_tokenizer()
+        if not _has_chat_template(tokenizer):
+            raise SltaError(
+                f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
+                "the expert's has a chat template: give the expert a 'template'."
+            )
+        return tokenizer
+
+
+def _has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    with contextlib.suppress(ValueError, NotImplementedError):
+        return bool(tokenizer.get_chat_template())
+    return False
 
 
 def _in_lines(turns: Turns, tools: object = None) -> str:
@@ -339,7 +340,7 @@ def _read_file(source: str) -> Sequence[Record]:
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
     if extension not in READERS:
         raise SltaError(
-            f"Calibration source {source!r} has no known extension: it must be {in_a_list(READERS)}; "
+            f"Calibration source {source!r} has no known extension: it must be {', '.join(READERS)}; "
             f"write '{DATASET_PREFIX}{source}' if it is a dataset or a folder."
         )
     if not os.path.isfile(path):
@@ -441,9 +442,8 @@ def _read_dataset(source: str) -> Sequence[Record]:
     if not split:
         split = "train" if len(loaded) > 1 else next(iter(loaded))
         if split not in loaded:
-            raise SltaError(
-                f"Calibration source {source!r} has several splits: choose with '?split=' from {in_a_list(loaded)}."
-            )
+            splits = ", ".join(map(str, loaded))
+            raise SltaError(f"Calibration source {source!r} has several splits: choose with '?split=' from {splits}.")
         loaded = loaded[split]
     return loaded.select_columns(_text_columns(loaded.features))
 

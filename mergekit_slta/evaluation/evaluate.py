@@ -233,10 +233,9 @@ def evaluate(
     Raises:
         SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
     """
-    given = recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe))
-    experiment = opened(given, options)
-    listed = [merged] if isinstance(merged, (str, os.PathLike)) else merged
-    folders = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in listed))
+    experiment = opened(recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe)), options)
+    outs = [merged] if isinstance(merged, (str, os.PathLike)) else merged
+    folders = list(dict.fromkeys(Path(out).expanduser().resolve() for out in outs))
     if not folders:
         raise SltaError("'merged' names no model: give the folders of one or more merged models.")
     if not any(task.calibration for task in experiment.recipe.tasks):
@@ -311,36 +310,44 @@ def _task(
     tokenizer: PreTrainedTokenizerBase,
 ) -> TaskComparison:
     """A task's comparison, from the scores of its records by every model."""
-    tokens = sum(sample.end - sample.begin for sample in group)
+    tokens, special = (
+        sum(sample.length for sample in group),
+        {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder},
+    )
     losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
     worse, better = losses[BASE], losses.get(_expert(title), 0.0)
     if title == KEEP:
         experts = [loss for name, loss in losses.items() if name.startswith(_expert(""))]
         worse, better = sum(experts) / len(experts), worse
-    short = [index for index, one in enumerate(group) if one.whole and one.end - one.begin <= SHORT_ANSWER]
-    right = {
-        name: [score.right(sample) for score, sample in zip(of, group, strict=True)] for name, of in scores.items()
-    }
-    given = {name: {i for i in short if of[i] == group[i].end - group[i].begin} for name, of in right.items()}
-    of_expert = given[BASE if title == KEEP else _expert(title)]
-    asked = given[BASE] if title == KEEP else {*short}
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    ends = {i: one.token_ids[one.end] for i, one in enumerate(group) if one.whole and one.end < len(one.token_ids)}
-    ends = {index: token for index, token in ends.items() if token in special}
+    short = {index for index, sample in enumerate(group) if sample.whole and sample.length <= SHORT_ANSWER}
+    ends = {index: sample.end_token for index, sample in enumerate(group) if sample.end_token in special}
+    right = {name: [*map(Score.right, of_records, group)] for name, of_records in scores.items()}
+    exact = {name: {index for index in short if right[name][index] == group[index].length} for name in scores}
+    exact_by_teacher = exact[BASE if title == KEEP else _expert(title)]
+    if title == KEEP:
+        short = exact_by_teacher
 
     def of_model(name: str) -> TaskScore:
-        exact = len(given[name] & asked) / len(asked) if asked else None
-        low, high = (None, None) if exact is None or len(asked) < FEW else interval(exact, len(asked))
-        lost, gained = len(of_expert - given[name]), len(given[name] - of_expert)
-        ended = _mean(float(scores[name][index].likeliest[-1] == token) for index, token in ends.items())
-        gain_kept = (worse - losses[name]) / (worse - better) if worse > better else None
-        return TaskScore(exact, low, high, lost, gained, ended, sum(right[name]) / tokens, gain_kept, losses[name])
+        accuracy = len(exact[name] & short) / len(short) if short else None
+        low, high = (None, None) if accuracy is None or len(short) < FEW else interval(accuracy, len(short))
+        return TaskScore(
+            accuracy,
+            low,
+            high,
+            len(exact_by_teacher - exact[name]),
+            len(exact[name] - exact_by_teacher),
+            _mean(float(scores[name][index].likeliest[-1] == token) for index, token in ends.items()),
+            sum(right[name]) / tokens,
+            (worse - losses[name]) / (worse - better) if worse > better else None,
+            losses[name],
+        )
 
-    results = {name: of_model(name) for name in scores}
-    known = sum(sample.known for sample in group)
-    lengths = [sample.end - sample.begin for sample in group]
-    shares = {name: [count / length for count, length in zip(of, lengths, strict=True)] for name, of in right.items()}
-    return TaskComparison(model, len(group), known, len(asked), len(ends), tokens, results, shares)
+    results, answers = {name: of_model(name) for name in scores}, sum(sample.known for sample in group)
+    shares = {
+        name: [count / sample.length for count, sample in zip(counts, group, strict=True)]
+        for name, counts in right.items()
+    }
+    return TaskComparison(model, len(group), answers, len(short), len(ends), tokens, results, shares)
 
 
 def interval(share: float, number: int) -> tuple[float, float]:

@@ -29,6 +29,16 @@ class Sample(NamedTuple):
     known: bool = False  # these tokens are the record's answer, as far as it is in the row
     whole: bool = False  # they are all of it
 
+    @property
+    def length(self) -> int:
+        """How many tokens are predicted."""
+        return self.end - self.begin
+
+    @property
+    def end_token(self) -> int | None:
+        """The token after a whole answer."""
+        return self.token_ids[self.end] if self.whole and self.end < len(self.token_ids) else None
+
 
 class Score(NamedTuple):
     """How a model predicts a record."""

@@ -363,7 +363,7 @@ def test_prompts_that_say_control_tokens_are_counted(tmp_path: Path, caplog: pyt
     folder, _, _ = of_script(tmp_path, "ho</s>", None)
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "what is </s>"}, {"prompt": "hi"}])
     slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=3, quiet=True)
-    assert "1 prompt say control tokens such as '</s>', which the model takes for its own" in caplog.text
+    assert "1 of 2 prompts say control tokens such as '</s>', which the model takes for its own" in caplog.text
 
 
 def test_an_adapter_is_applied(tmp_path: Path) -> None:
