@@ -72,9 +72,7 @@ class Merge:
 
     spec: ClassVar[MergeMethodSpec]  # the method as mergekit declares it
     solution: Solution | None = None  # of an ``slta`` merge whose models have run
-    result: str = (
-        ""  # a sentence on how near the merge is to each model, if the method knows it once its models have run
-    )
+    result: str = ""  # how near the merge is to each model, in a sentence, if the method knows it once they have run
     page: Path | None = None  # the report that it wrote, if the recipe asks for one
 
     def __init__(self, experiment: Experiment | None) -> None:
@@ -82,11 +80,7 @@ class Merge:
 
     @property
     def opened(self) -> Experiment:
-        """The opened recipe.
-
-        Raises:
-            SltaError: mergekit merges tensors that belong to no recipe of models.
-        """
+        """The opened recipe; an SltaError where mergekit merges tensors that belong to none."""
         if self.experiment is None:
             raise SltaError(
                 f"'{self.spec.name}' measures whole models before it merges their tensors: run it with "
@@ -94,13 +88,8 @@ class Merge:
             )
         return self.experiment
 
-    def prepare(self, out: Path, partial: Partial) -> None:
-        """Run the models, before mergekit reads the first tensor; under torchrun, with all processes.
-
-        Args:
-            out: the folder of the merged model.
-            partial: the folder of finished layers in it.
-        """
+    def prepare(self, partial: Partial) -> None:
+        """Run the models, before mergekit reads the first tensor, with all processes; ``partial`` has their layers."""
         partial.begin({"method": self.spec.name}, self.opened.ranks, replace=True)
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
@@ -156,7 +145,7 @@ class SltaMerge(Merge):
     spec = method_spec(SltaSettings, "SLTA", "2504.10902")
     _weights: TensorWeights | None = None
 
-    def prepare(self, out: Path, partial: Partial) -> None:
+    def prepare(self, partial: Partial) -> None:
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
@@ -192,7 +181,7 @@ class FeatcalMerge(Merge):
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
     _solved: SolvedModel | None = None
 
-    def prepare(self, out: Path, partial: Partial) -> None:
+    def prepare(self, partial: Partial) -> None:
         """Solve the merged model's tensors into the folder of finished layers."""
         experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
@@ -242,14 +231,7 @@ class DataFreeMerge(Merge):
     def merge_tasks(
         self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
-        """Return the merged task vector of a tensor, and its scaling factor.
-
-        Args:
-            role: the tensor's role in its model.
-            tasks: the experts' task vectors, made one by one.
-            group: the tensor in all models.
-            parameters: the method's parameters for the tensor.
-        """
+        """The merged task vector of a tensor of this role, from the experts' ``tasks``, and its scaling factor."""
         raise NotImplementedError
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:

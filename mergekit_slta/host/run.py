@@ -122,7 +122,7 @@ def _merged(
     _say_differences(experiment, folder)
     if experiment.ranks.first and (aside := set_aside(experiment, folder)):
         LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
-    merge.prepare(folder, partial)
+    merge.prepare(partial)
     if not experiment.ranks.first:
         return []
     tokenizer = options.copy_tokenizer or recipe.tokenizer_source is not None

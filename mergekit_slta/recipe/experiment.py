@@ -53,11 +53,6 @@ class Experiment:
         ranks: the processes that share the work.
         options: mergekit's options by their names.
 
-    Attributes:
-        device: where the layers run.
-        drawn: the calibration samples that were drawn, by task and number.
-        sources: the files and datasets that were opened, with their records; whoever has drawn all samples clears it.
-
     Raises:
         SltaError: the file cannot be read.
         TypeError: mergekit has no option of a given name.
@@ -70,8 +65,9 @@ class Experiment:
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
         self.options = MergeOptions(**in_recipes_type(plain_values(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
-        self.device = "cuda" if on_all_gpus else str(self.options.device)
-        self.drawn: dict[tuple[Task, int], CalibrationData] = {}
+        self.device = "cuda" if on_all_gpus else str(self.options.device)  # where the layers run
+        self.drawn: dict[tuple[Task, int], CalibrationData] = {}  # by task and number of samples
+        # Those that were opened, with their records; whoever has drawn all samples clears it.
         self.sources: dict[tuple[Task, str], CalibrationSource] = {}
         self._models: dict[ModelReference, Model] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -145,17 +145,6 @@ class Statistics(Paragraphs):
         """The statistics of some of the samples."""
         grams = {name: gram[rows] for name, gram in self.grams.items()}
         return replace(self, grams=grams, task=self.task[rows], tokens=self.tokens[rows])
-
-    def at_levels(self, levels: Collection[str]) -> Statistics:
-        """The statistics of some of the levels, as if only they had been measured."""
-        names = {name for level in levels for name in self.submodules(level)}
-        info = self.info.model_copy(
-            update={
-                "levels": tuple(level for level in self.info.levels if level in levels),
-                "fallbacks": tuple(fallback for fallback in self.info.fallbacks if fallback.level in levels),
-            }
-        )
-        return replace(self, grams={name: gram for name, gram in self.grams.items() if name in names}, info=info)
 
     def first_samples(self, count: int | SupportsIndex) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.

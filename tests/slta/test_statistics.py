@@ -60,10 +60,7 @@ def test_experts_are_selected_by_name_and_parts_are_sound_files(statistics: Stat
     measured = replace(statistics, paths={"org/math": "/models/zero"})
     for names in (["org/<b>chat", "org/math"], ["<b>chat", "math"], ["<b>chat", "/models/zero"]):  # also as in tables
         assert same(measured.select(*names), part)
-    level = statistics.at_levels(["layer"])
-    assert level.info.levels == ("layer",)
-    for found in (part, level):
-        assert same(Statistics.load(found.save(tmp_path / "part.safetensors")), found)
+    assert same(Statistics.load(part.save(tmp_path / "part.safetensors")), part)
 
 
 @pytest.mark.parametrize(
