@@ -76,7 +76,7 @@ LAYER_ERRORS, LAYER_RIDGES = "error.merged", "error.ridges"
 
 Owner = TypeVar("Owner")
 # Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
-# inputs, without biases [n, out], and each token's sample and weight [n].
+# inputs, without biases [n, out], and the place of each token's sample among its task's, and its weight [n].
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -157,6 +157,9 @@ class _FeatureMerge(LayerMethod[Tensors]):
     def __post_init__(self) -> None:
         self.owners = self.owners_of(self.models)
         self.stage = "embeddings"
+        # Each sample's place among its task's, ordered by their tokens: the order of a draw chooses no ridge.
+        orders = [sorted(enumerate(samples), key=lambda sample: [*sample[1]]) for samples in self.tasks]
+        self.places = torch.cat([torch.tensor([row for row, _ in order]).argsort() for order in orders])
         self.maps = groups_by_layer(self.decoder)
         for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
@@ -264,7 +267,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
                 batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
                 for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
             )
-            yield given, owner_given @ matrix.T, batch.samples, batch.join(self.token_weights)
+            yield given, owner_given @ matrix.T, self.places[batch.samples], batch.join(self.token_weights)
             report(len(batch.rows))
 
 
@@ -356,7 +359,7 @@ class _Layer:
                     output = output + DRIFT * batch.unpadded(drift)
                 outputs.append(output if offset is None else output - offset)
             inputs = batch.unpadded(merged.inputs[group.module][0])
-            yield inputs, torch.cat(outputs, 1), batch.samples, batch.join(self.merge.token_weights)
+            yield inputs, torch.cat(outputs, 1), self.merge.places[batch.samples], batch.join(self.merge.token_weights)
             report(len(batch.rows))
 
     def _drift(self, module: str, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
@@ -454,7 +457,7 @@ class _Layer:
             )
             device = self.merge.decoder.device
             weights = batch.join(self.merge.token_weights)[tokens]
-            yield inputs.to(device), expert_inputs.to(device), batch.samples[tokens], weights
+            yield inputs.to(device), expert_inputs.to(device), self.merge.places[batch.samples[tokens]], weights
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""

@@ -19,9 +19,9 @@ each direction of the input is held:
   p^(1/2) P p^(1/2), where p is the diagonal of the H above.
 
 A ridge that is not given is the one of ``RIDGES`` that predicts left-out samples best: the samples of every task are
-dealt to two halves; D is solved from one half with a ridge, and its error is summed over the other, and the reverse.
-The error has one minimum in all but rare cases, so the search goes downhill, from ``LIKELY_RIDGE``. It is measured on a
-few random combinations of the outputs, so that only these have sums for each half.
+dealt to two halves by their content; D is solved from one half with a ridge, and its error is summed over the other,
+and the reverse. The error has one minimum in all but rare cases, so the search goes downhill, from ``LIKELY_RIDGE``. It
+is measured on a few random combinations of the outputs, so that only these have sums for each half.
 
 A few prompts have fewer tokens than a map has inputs. With the tokens' inputs as the rows of X [n, d_in] and their
 residuals as those of R [n, d_out], each times (s_t w_x)^(1/2), the same change is
@@ -42,15 +42,15 @@ from torch.linalg import solve_triangular
 
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.numerics.symmetric import add_gram, gram, mirror, times_inverse
+from mergekit_slta.recipe.settings import SMALLEST_FEATCAL_RIDGE
 
 # H follows A's diagonal if the diagonal's mean is this many times its median.
 MASSIVE = 10.0
 # s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of all dimensions' sums.
 DECISIVE = 1000.0
-RIDGES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
+RIDGES = (SMALLEST_FEATCAL_RIDGE, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 LIKELY_RIDGE = 1.0  # where the search begins, and where a task does not have samples in both halves
 PREDICTED = 64  # random combinations of the outputs by which the error on left-out samples is estimated
-SMALLEST_RIDGE = 1e-10  # used for a ridge of zero; with less, inputs that were never seen decide
 
 # Of all sums, systems and solutions; where that does not suffice to factor a system, ``times_inverse`` takes float64.
 PRECISION = torch.float32
@@ -166,7 +166,7 @@ class RidgeRegression:
         Args:
             inputs: [n, d_in].
             targets: [n, d_out].
-            samples: the number of each token's sample [n].
+            samples: the number of each token's sample [n], whose last bit says which half it is in.
             weights: w_x [n], each token's weight.
         """
         task, roots = self._task, weights.to(inputs.device, PRECISION).sqrt()[:, None]
@@ -231,7 +231,6 @@ class RidgeRegression:
             equations = _SumEquations(total, self._prior)
         if ridge is None:
             ridge = lowest_ridge(equations.error_left_out) if self._halved else LIKELY_RIDGE
-        ridge = max(ridge, SMALLEST_RIDGE)
         mass = total.mass.clamp_min(torch.finfo(PRECISION).tiny)
         if (matrix := equations.change(ridge)) is not None:
             return Change(matrix, (total.residuals - matrix @ total.inputs) / mass, masses / mass, ridge)

@@ -148,6 +148,16 @@ def test_batches_and_their_padding_do_not_matter(architecture: str, make_family:
     assert worst(together, one_by_one) < TOLERANCE
 
 
+def test_the_order_of_the_prompts_chooses_no_ridge(make_family: MakeFamily, tmp_path: Path) -> None:
+    family = make_family("mixtral", records=7)
+    tasks, found = family.token_ids(), []
+    for name, ordered in {"drawn": tasks, "another": [[*samples[2:], *samples[:2]][::-1] for samples in tasks]}.items():
+        ridges = families.feature_merge(family, tmp_path / name, tasks=ordered, ridge=None).measured()[1]
+        found.append((ridges, families.solved_tensors(tmp_path / name)))
+    assert found[0][0] == found[1][0] and len({ridge for layer in found[0][0] for ridge in layer}) > 1
+    assert worst(found[0][1], found[1][1]) < TOLERANCE
+
+
 def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family("mixtral")
     tasks = family.token_ids()

@@ -13,7 +13,7 @@ import torch
 from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.featcal import regression
-from mergekit_slta.featcal.regression import DECISIVE, LIKELY_RIDGE, RIDGES, SMALLEST_RIDGE, Change, RidgeRegression
+from mergekit_slta.featcal.regression import DECISIVE, LIKELY_RIDGE, RIDGES, Change, RidgeRegression
 
 INPUTS, OUTPUTS = 12, 5
 TOKENS_PER_SAMPLE = 5
@@ -184,14 +184,14 @@ CASES: dict[str, list[Task]] = {
 
 @both_forms
 @pytest.mark.parametrize("held", [False, True], ids=["alike", "prior"])
-@pytest.mark.parametrize("ridge", [0.0, 0.003, None])
+@pytest.mark.parametrize("ridge", [RIDGES[0], 0.003, None])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_explicit_least_squares(case: str, ridge: float | None, held: bool, few: bool) -> None:
     tasks, draw = CASES[case], draws(5)
     weights = [draw(len(inputs)).double().exp() for inputs, _ in tasks]
     prior = random_prior(tasks[0][0].shape[1]) if held else None
     change = solve(tasks, ridge, batch=7, few=few, prior=prior, weights=weights)
-    assert change.ridge is not None and change.ridge in (RIDGES if ridge is None else [max(ridge, SMALLEST_RIDGE)])
+    assert change.ridge is not None and change.ridge in (RIDGES if ridge is None else [ridge])
     rows, massive = scaled(tasks, weights), "massive" in case
     expected = least_squares(rows, change.ridge, massive, prior)
     assert difference(change.matrix, expected) < IN_FLOAT64 * condition(rows, change.ridge, massive, prior, few)

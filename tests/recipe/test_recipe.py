@@ -102,6 +102,10 @@ FAULTS = [
     (content(parameters={"samples": True}), f"'samples' {SHARED} should be a number, not True."),
     (content(parameters={"balance": "perhaps"}), f"'balance' {SHARED} should be true or false, not 'perhaps'."),
     (content(parameters={"ridge": "nan"}), f"'ridge' {SHARED} should be a finite number"),
+    (
+        content("featcal", parameters={"ridge": 1e-5}),
+        f"'ridge' {SHARED} should be greater than or equal to 0.0003",
+    ),
     (content(parameters={"level": [{"value": "layer"}]}), f"'level' {SHARED} must be one value for the whole merge"),
     (
         content("sftm", parameters={"density": [{"filter": "mlp", "value": [0.1, 3]}, {"value": 0.2}]}),
