@@ -65,7 +65,8 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
         found: dict[str, list[float]] = {}
         for seed in seeds:
             with tempfile.TemporaryDirectory() as temporary:
-                out, options = Path(temporary), {"quiet": True, "lora_merge_cache": f"{temporary}/merged"}
+                out = Path(temporary)
+                options: Any = {"quiet": True, "lora_merge_cache": f"{temporary}/merged"}
                 begins = [seed if shared else 100 * (seed + 1) + index for index in range(len(TASKS))]
                 models = [train(folder, task, begin, out / task) for task, begin in zip(TASKS, begins, strict=True)]
                 base = {"base_model": str(folder / "family" / "base"), "dtype": "float32"}

@@ -193,7 +193,7 @@ def held_by_tasks(bases: Sequence[Tensor], experts: Sequence[Sequence[Tensor]]) 
     """The strength of the hold in the directions of the input [in, in], from the maps of a group, [out, in] each."""
     changes = [weight - base for base, own in zip(bases, experts, strict=True) for weight in own]
     shape = torch.stack([change.T @ change / change.square().sum() for change in changes]).sum(0)
-    shape = shape + 0.1 * shape.diagonal().mean() * torch.eye(len(shape))
+    shape = shape + 0.03 * shape.square().sum() / shape.trace() * torch.eye(len(shape))
     return shape / shape.diagonal().mean()
 
 
