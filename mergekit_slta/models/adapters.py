@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -115,7 +116,9 @@ def merge_adapter(
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     part = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError):  # some file systems have no locks
+            stack.enter_context(FileLock(f"{folder}.lock"))
         if folder.exists():
             return ModelReference(model=ModelPath(path=str(folder)))
         shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed

@@ -150,6 +150,8 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
             weights are pickled on the Hub, where they have no headers to ask for.
     """
     path = reference.model
+    if reference.lora and os.path.isdir(str(reference)):
+        raise SltaError(f"mergekit takes what follows '+' in {reference} for an adapter: rename that folder.")
     folder = local_folder(path, cache_dir)
     if folder is None:
         tensors = hub_headers(path)

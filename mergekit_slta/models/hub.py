@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from mergekit_slta.errors import MachineError, SltaError, first_line
+from mergekit_slta.errors import MachineError, SltaError, first_line, suggestion
 
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
@@ -53,7 +53,10 @@ def asking(path: ModelPath) -> Iterator[None]:
         yield
     except HUB_ERRORS as error:
         folder = "folder" if path.path[:1] in ("/", "~") else f"folder in {os.getcwd()}"
-        raise refused(f"{path} cannot be used: there is no such {folder}, and ", error) from error
+        named = Path(path.path).expanduser()
+        beside = [entry.name for entry in named.parent.iterdir() if entry.is_dir()] if named.parent.is_dir() else []
+        near = suggestion(named.name, beside).removesuffix("?")
+        raise refused(f"{path} cannot be used: there is no such {folder}{near}, and ", error) from error
 
 
 def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:

@@ -230,6 +230,8 @@ class Experiment:
         recipe, made = self.recipe, self.recipe.config.tokenizer
         if recipe.tokenizer_source is None:
             return None
+        for reference in recipe.references:
+            self.model(reference)  # a misspelt name is refused before mergekit logs it
         names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
             # Its progress bar cannot be switched off.

@@ -129,7 +129,9 @@ class Recipe:
         except ValidationError as error:
             raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
         except Exception as error:  # from mergekit's own checks
-            raise SltaError(f"{name} is no mergekit recipe: {first_line(error)}.") from None
+            fault = first_line(error)
+            fix = " (only an adapter follows a '+': rename folders with one)" if fault.startswith("Can't parse") else ""
+            raise SltaError(f"{name} is no mergekit recipe: {fault}{fix}.") from None
         rename(self.config)
 
     def require_sound(self) -> None:

@@ -142,3 +142,13 @@ def test_ids_with_gaps_cannot_be_aligned(changes: dict[str, Any], family: Family
     assert problems(recipe) == []
     said = only(recipe | {"tokenizer": {"source": "base"} | changes})
     assert "mergekit makes a row for each token, none for the gaps: leave 'tokenizer' and 'tokenizer_source' " in said
+
+
+@pytest.mark.parametrize("source", ["base", "union"])
+def test_a_misspelt_model_is_one_sentence_without_mergekits_log(
+    source: str, family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = families.recipe(family) | {"tokenizer_source": source}
+    recipe["models"][0]["model"] += "s"
+    assert f"{family.experts[0]}s cannot be used: there is no such folder, did you mean 'expert0'" in only(recipe)
+    assert not [record for record in caplog.records if record.name.startswith("mergekit.")]

@@ -127,6 +127,7 @@ REPEATED = "repeated (write it once: only the last would count), in line"
         ("# nothing\n", "is empty: write a recipe, or have `mergekit-slta new` print one"),
         ("merge_method: slta", "is no mergekit recipe: Exactly one of 'models',"),
         ("just text", "is no mergekit recipe: it should be a valid table, not 'just text'."),
+        (f"{BEGIN}- model: a+b+c", "Can't parse a+b+c (only an adapter follows a '+': rename folders with one)."),
         ("models: [{model: a}]", "is no mergekit recipe: 'merge_method' is missing."),
         (f"{BEGIN}- b", "is no mergekit recipe: 'models.0' should be a valid table, not 'b'."),
         (f"{BEGIN}- model: b\n  parameters: {{template: {{q}}}}", "'models.0.parameters.template' should be one value"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -104,6 +106,18 @@ def test_an_adapter_is_merged_once_for_each_type(llama: Family, tmp_path: Path) 
     with pytest.raises(Exception, match=r"."):
         merge_adapter(broken, str(cache))
     assert {folder for folder in cache.iterdir() if folder.is_dir()} == {Path(full.model.path), Path(half.model.path)}
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, 524])
+def test_an_adapter_is_merged_where_files_have_no_locks(
+    number: int, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(number, "no locks")
+
+    reference = ModelReference.parse(f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert Path(merge_adapter(reference, str(tmp_path / "cache")).model.path, "model.safetensors").is_file()
 
 
 # The type that an adapter is merged in: the base model's, the recipe's, the option, and what comes out
