@@ -30,7 +30,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 # What the package holds beside Python: a template, prompts, and the mark that tells type checkers to read its types.
-DATA = {"mergekit_slta/reports/page.html.jinja", "mergekit_slta/data/prompts.yml", "mergekit_slta/py.typed"}
+DATA = {
+    "mergekit_slta/recipe/new.yml.jinja",
+    "mergekit_slta/reports/page.html.jinja",
+    "mergekit_slta/data/prompts.yml",
+    "mergekit_slta/py.typed",
+}
 
 WAITS = """
 import sys

@@ -1,4 +1,4 @@
-"""A commented recipe to start from, with what only the user can know left to fill in.
+"""A commented recipe to start from, with what only the user can know left to fill in; its text is ``new.yml.jinja``.
 
 It is only text: no module of mergekit, torch or transformers is imported, which would take seconds.
 """
@@ -11,7 +11,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jinja2
 import yaml
@@ -20,136 +19,13 @@ from mergekit_slta import files
 from mergekit_slta.data.prompts import TOPICS
 from mergekit_slta.errors import SltaError, suggestion
 
-
-class _Form(NamedTuple):
-    """What a recipe says of its method."""
-
-    does: str
-    shared: str = ""  # the lines of the parameters of the whole merge
-    expert: str = ""  # the lines of an expert's parameters; none of a method that merges by samples
-    of_mergekit: bool = False  # the method is mergekit's own, which ``check`` does not know
-
-
-_SAMPLES = """\
-  samples: 30           # prompts of each task
-  max_tokens: 512       # tokens of each prompt; the rest is cut
-"""
-_LEVEL = "  level: attn_mlp       # one weight per expert for each: model, layer, attn_mlp, head_mlp or linear\n"
-_STATISTICS = (
-    "  # statistics: merge.slta.safetensors   # write the measurement to this file, to merge again without prompts\n"
-)
-_REPORT = """\
-  # report: report/                      # write a page with figures on what the merge keeps of each expert
-"""
-_COUNTS = "      weight: 1.0         # how much the expert counts, compared with the others\n"
-_FORMS = {
-    "featcal": _Form(
-        "solves every linear map, so that it does what each model does on that model's prompts", _SAMPLES + _REPORT
-    ),
-    "slta": _Form(
-        "solves merging weights from prompts (featcal is more accurate)",
-        _LEVEL + _SAMPLES + _STATISTICS + _REPORT,
-    ),
-    "actmat": _Form(
-        "solves every linear map, without prompts",
-        """\
-  ridge: auto           # pulls every matrix towards the experts' mean; a number, or auto
-  lambda: 1.0           # multiplies the merged change
-""",
-        _COUNTS,
-    ),
-    "sftm": _Form(
-        "merges the singular features of every matrix, without prompts",
-        """\
-  density: 0.2          # the share of each change's entries that remain, the largest ones
-  lambda: 0.6           # multiplies the merged change
-""",
-        "      weight: 1.0         # multiplies the expert's change\n",
-    ),
-    "task_arithmetic": _Form(
-        "mergekit's sum of the experts' changes, for comparison",
-        expert="      weight: 0.5         # multiplies the expert's change\n",
-        of_mergekit=True,
-    ),
-    "ties": _Form(
-        "mergekit's mean of the changes that agree in sign, for comparison",
-        expert=f"{_COUNTS}      density: 0.5        # the share of the change's entries that remain, the largest\n",
-        of_mergekit=True,
-    ),
-}
-METHODS = tuple(_FORMS)
-WITH_DATA = tuple(method for method, form in _FORMS.items() if not form.expert)
+WITH_DATA, OF_MERGEKIT = ("featcal", "slta"), ("task_arithmetic", "ties")
+METHODS = (*WITH_DATA, "actmat", "sftm", *OF_MERGEKIT)  # which the template knows
 
 # The base model's answers, as measured: it should not forget these topics, and longer answers take long on a CPU.
 _OF_BASE = "--topic instructions --topic chat --topic explaining --max-new-tokens 128"
 _CACHE = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[^/]+)?")
-
-_RECIPE = """\
-{% set learners = experts|length ~ ' experts' if experts|length > 1 else 'one expert' %}
-{% if base in sources %}
-# Merge {{ learners }} and the base model {{ base }}, which has prompts of its own.
-{% else %}
-# Merge {{ learners }}, fine-tuned from the base model {{ base }}.
-{% endif %}
-{% if commands %}
-# With these commands, the models answer prompts of the package, and so write files that do not exist yet. Prompts of
-# an expert's own task are better: mergekit-slta ask MODEL PROMPTS -o FILE
-{% for command in commands %}
-#   {{ command }}
-{% endfor %}
-# Prompts of some topics: --topic with {{ topics|join(", ") }}.
-# Then:
-{% endif %}
-{% if not form.of_mergekit %}
-#   mergekit-slta check RECIPE{{ cache }}      finds what is missing or wrong, before the merge
-{% endif %}
-#   mergekit-yaml RECIPE ./merged{{ cache }}   merges (or: mergekit-slta merge RECIPE ./merged)
-{% if with_data %}
-#   mergekit-slta evaluate RECIPE ./merged ./other{{ cache }}   compares this merge with another, such as one by ties
-{% else %}
-#   mergekit-slta evaluate OTHER ./merged{{ cache }}   scores the merge on the prompts of another recipe, for featcal
-{% endif %}
-{% if form.of_mergekit %}
-# (mergekit-slta check is not for this method, which is mergekit's own.)
-{% endif %}
-merge_method: {{ "%-8s"|format(method) }}  # {{ form.does }}
-base_model: {{ base|scalar }}
-models:
-{% for expert in experts %}
-  - model: {{ expert|scalar }}
-    parameters:
-{% if with_data %}
-{% if loop.first %}
-      # 60 or more prompts of this expert's task, with answers: 30 for the merge, the others for `evaluate`. Name a file
-      # (.jsonl, .json, .csv, .parquet, or .txt with a prompt on each line) or a dataset on the Hub,
-      # "hf:ORG/NAME?config=main&split=train". Each expert needs prompts of its own.
-      # template: "{question} {answer}"   # how a row becomes text, if its fields have unusual names
-      # evaluation: test.jsonl            # prompts for `evaluate`; by default those that the merge did not use
-{% endif %}
-      calibration: {{ sources[expert]|quoted }}
-{% else %}
-{{ form.expert }}{% endif %}
-{% endfor %}
-{% if base in sources %}
-  - model: {{ base|scalar }}
-    parameters:
-      # 60 or more prompts, with the base model's answers, on which the merge should do what the base model does.
-      calibration: {{ sources[base]|quoted }}
-      weight: 1.0         # κ: higher favors the base model, lower the experts; 0 leaves these prompts out
-      # samples: 120      # with several experts, take this and weight 1.5, and mix texts, instructions and chats
-{% elif with_data %}
-  # To keep the base model's abilities, give it prompts of its own:
-  # {{ of_base }}
-  # - model: {{ base|scalar }}
-  #   parameters: {calibration: {{ base_file|quoted }}, weight: 1.0}
-{% endif %}
-{% if form.shared %}
-parameters:
-{{ form.shared }}{% endif %}
-dtype: float32          # merge in this type ...
-out_dtype: bfloat16     # ... and round once, to this one
-"""
 
 
 def new_recipe(
@@ -182,22 +58,28 @@ def new_recipe(
     base, *experts = map(_model_name, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
-    form, with_data, models = _FORMS[method], method in WITH_DATA, [*experts, base]
+    with_data, models = method in WITH_DATA, [*experts, base]
     _require_sources(method, len(experts), len(calibration))
-    if weight is not None:
-        if with_data:
-            raise SltaError(f"'{method}' does not weigh the experts: leave --weight out, or choose another method.")
-        form = form._replace(expert=re.sub(r"weight: \S+", f"weight: {weight:g}", form.expert))
+    if weight is not None and with_data:
+        raise SltaError(f"'{method}' does not weigh the experts: leave --weight out, or choose another method.")
     answers = answer_files(models)
     if len(experts) == 1 or not calibration:  # otherwise, only who names the base model's prompts wants them
         calibration = [*calibration, *answers[len(calibration) :]]
     sources = dict(zip(models, calibration, strict=False)) if with_data else {}
     commands = [_ask(model, file, model == base) for model, file in sources.items() if _is_missing(file)]
-    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, autoescape=False)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("mergekit_slta.recipe", "."),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+    )
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
-    return environment.from_string(_RECIPE).render(
-        {"base": base, "experts": experts, "sources": sources, "method": method, "form": form, "topics": TOPICS},
+    return environment.get_template("new.yml.jinja").render(
+        {"base": base, "experts": experts, "sources": sources, "method": method, "topics": TOPICS},
         with_data=with_data,
+        of_mergekit=method in OF_MERGEKIT,
+        weight=None if weight is None else f"{weight:g}",
         commands=commands,
         base_file=answers[-1],
         of_base=_ask(base, answers[-1], True),
@@ -246,7 +128,7 @@ def _require_sources(method: str, experts: int, sources: int) -> None:
     with_data = " or ".join(WITH_DATA)
     if method not in WITH_DATA and sources:
         raise SltaError(f"'{method}' uses no prompts: leave --calibration out, or choose {with_data}.")
-    if experts == 1 and not (method in WITH_DATA or _FORMS[method].of_mergekit):
+    if experts == 1 and not (method in WITH_DATA or method in OF_MERGEKIT):
         raise SltaError(
             f"'{method}' merges several experts: name another one, or choose {with_data}, which merge one expert and "
             "keep the base model's abilities."

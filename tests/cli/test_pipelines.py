@@ -131,7 +131,7 @@ def test_evaluate_is_a_gate(
 ) -> None:
     gains = {"base": 0.0, "expert math": 0.1, "out": kept}
     scores = {name: TaskScore(None, None, None, 0, 0, None, 0.0, gain, 1.0) for name, gain in gains.items()}
-    comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores)}, unscored)
+    comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores, {})}, unscored)
     monkeypatch.setattr("mergekit_slta.evaluation.evaluate.evaluate", lambda *arguments: comparison)
     options = ["--at-least", at_least] if at_least is not None else []
     said = run("evaluate", write_recipe(llama), tmp_path, *options, code=code)

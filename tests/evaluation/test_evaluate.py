@@ -179,7 +179,7 @@ def test_an_answer_of_the_second_token_is_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("right", "number"), [(0, 20), (15, 20), (50, 50), (77, 100)])
 def test_an_interval_holds_the_shares_that_would_give_this_one(right: int, number: int) -> None:
     """Wilson's: at its limits, the share that was found is 1.96 standard deviations away."""
-    limits = module._interval(right / number, number)
+    limits = module.interval(right / number, number)
     for limit in limits:
         variance = limit * (1 - limit) / number
         assert (right / number - limit) ** 2 == pytest.approx(1.96**2 * variance, abs=IN_FLOAT64)
@@ -231,11 +231,11 @@ def compared(few: bool) -> Comparison:
         "<b>math": TaskComparison("x/<b>math", 50, 50, 4 if few else 40, 2, 60, scores_of(
             ("base", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
             ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0), changes=(2, 1), ended=0.5, width=None if few else 0.1,
-        )),
+        ), {}),
         "code": TaskComparison("x/code", 50, 40, 30, 0, 70, scores_of(
             ("base", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
             ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0), changes=(10, 0), width=0.0,
-        )),
+        ), {}),
     }, ("words",))  # fmt: skip
 
 
@@ -298,13 +298,13 @@ def test_few_short_answers_rank_no_model_and_are_no_part_of_its_mean() -> None:
 
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
     rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
-    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, ended=1.0))})
+    found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, ended=1.0), {})})
     assert list(found.ranking) == ["expert math", "a", "base"]
     assert "a 0.50 0.50" in [" ".join(line.split()) for line in str(found).splitlines()]
     assert "No accuracy on math: all answers have more than 32 tokens." in str(found)
     assert "Accuracy:" not in str(found) and "Ended:" not in str(found)
     rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
-    idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows))})
+    idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows), {})})
     assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
 
 
