@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
@@ -48,7 +48,7 @@ class TaskScore:
     loss: float  # negative log-likelihood per token of the answers, in nats; where none is known, of all tokens
 
 
-COLUMNS = [field.name for field in fields(TaskScore)]
+COLUMNS = [column.name for column in fields(TaskScore)]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class TaskComparison:
     ended_answers: int  # with a special token after them
     tokens: int  # that were predicted
     scores: dict[str, TaskScore]  # by the models' names
-    shares: dict[str, list[float]]  # by them, for each prompt the share of its predicted tokens that are the likeliest
+    # By them, for each prompt the share of its predicted tokens that are the likeliest.
+    shares: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
