@@ -359,7 +359,7 @@ def _next(tasks: Mapping[str, Task], best: str, planned: Plan) -> str:
     experts = [task for title, task in tasks.items() if title != KEEP]
     recipe, taken = (shlex.quote(str(step.output)) for step in (planned.recipes[MERGE], planned.merges[best]))
     again = f"&& {planned.command(planned.experts, str(planned.folder))}"
-    weak = [task.title for task in tasks.values() if task.mean(MERGE) < ENOUGH * task.mean(task.own)]
+    weakest = min(tasks.values(), key=lambda task: task.mean(MERGE) / max(task.mean(task.own), 1e-9))
     for task, model in zip(experts, planned.experts, strict=False):
         ahead, error = lead([task], task.own, BASE)
         if ahead <= error and len(experts) > 1:
@@ -367,8 +367,8 @@ def _next(tasks: Mapping[str, Task], best: str, planned: Plan) -> str:
             return f"leave {task.title} out, which is no better than the base model on its own prompts: {others}"
     if best != MERGE:
         return f"take {best}, since the experts hardly interfere: mergekit-slta publish {taken} ORG/NAME"
-    if KEEP in weak:
+    if weakest.mean(MERGE) >= ENOUGH * weakest.mean(weakest.own):
+        return f"mergekit-slta publish {taken} ORG/NAME"
+    if weakest.title == KEEP:
         return f"count the base model's prompts more: sed -i 's/weight: 1.0 /weight: 2.0 /' {recipe} {again}"
-    if weak:
-        return f"calibrate with more prompts: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"
-    return f"mergekit-slta publish {taken} ORG/NAME"
+    return f"calibrate with more prompts: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"
