@@ -141,25 +141,29 @@ def add_scores(folder: Path, comparison: Comparison) -> None:
 
 def differences(before: Manifest, now: Manifest) -> list[str]:
     """What an earlier merge had that this one has not, a clause each; written tensors and scores are left out."""
-    had, has = _facts(before), _facts(now)
+    models, earlier = (now.base_model, *now.models), (before.base_model, *before.models)
+    named, here = [model.name for model in models], {model.sha256: model.name for model in models if model.sha256}
+    others = [model for model in earlier if model.name not in named]
+    copies = {model.name: here[model.sha256] for model in others if model.sha256 in here}  # the same, in another place
+    had, has = _facts(before, copies), _facts(now, {})
     clauses = [
         f"other {name}" if name.startswith(("weights of", "prompts of")) else f"{name} {had[name]} instead of {value}"
         for name, value in has.items()
         if name in had and had[name] != value
     ]
-    names = [{model.name: None for model in (of.base_model, *of.models)} for of in (before, now)]
-    clauses += [f"the model {name}" for name in names[0] if name not in names[1]]
-    return clauses + [f"no model {name}" for name in names[1] if name not in names[0]]
+    clauses += [f"the model {model.name}" for model in others if model.name not in copies]
+    known = {copies.get(model.name, model.name) for model in earlier}
+    return clauses + [f"no model {name}" for name in named if name not in known]
 
 
-def _facts(made: Manifest) -> dict[str, Any]:
-    """What two merges are compared by."""
-    models = (made.base_model, *made.models)
-    own = {f"{name} of {model.name}": value for model in models for name, value in model.parameters.items()}
-    weights = {f"weights of {model.name}": model.sha256 for model in models if model.sha256}
-    prompts = {f"prompts of {task.model}": task.sha256 for task in made.tasks}
+def _facts(made: Manifest, names: Mapping[str, str]) -> dict[str, Any]:
+    """What two merges are compared by; ``names`` are other ones for models."""
+    models = {names.get(model.name, model.name): model for model in (made.base_model, *made.models)}
+    own = {f"{key} of {name}": value for name, model in models.items() for key, value in model.parameters.items()}
+    weights = {f"weights of {name}": model.sha256 for name, model in models.items() if model.sha256}
+    prompts = {f"prompts of {names.get(task.model, task.model)}": task.sha256 for task in made.tasks}
     known = {name: version for name, version in made.versions.items() if version}
-    method = {"the method": made.method, "the base model": made.base_model.name}
+    method = {"the method": made.method, "the base model": next(iter(models))}
     return method | weights | made.settings | own | prompts | known
 
 

@@ -81,9 +81,13 @@ def other_weights(content: dict[str, Any], family: Family) -> None:
     edit_tensors(family.experts[2], lambda tensors: [tensor.mul_(1.1) for tensor in tensors.values()])
 
 
+def copied_expert(content: dict[str, Any], family: Family) -> None:
+    content["models"][0]["model"] = str(shutil.copytree(family.experts[0], family.base.parent / "new"))
+
+
 def other_expert(content: dict[str, Any], family: Family) -> None:
-    folder = shutil.copytree(family.experts[0], family.base.parent / "new")
-    content["models"][0]["model"] = str(folder)
+    copied_expert(content, family)
+    edit_tensors(family.base.parent / "new", lambda tensors: [tensor.mul_(1.1) for tensor in tensors.values()])
 
 
 CHANGES: dict[str, tuple[Any, str]] = {
@@ -95,6 +99,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
         "samples of expert1 4 instead of 3, other prompts of expert1",
     ),
     "weights": (other_weights, "other weights of expert2"),
+    "a model in another place": (copied_expert, ""),
     "a model": (other_expert, "the model expert0, no model new"),
     "the method": (
         lambda content, family: content.update(content_of(family, "sftm")),
