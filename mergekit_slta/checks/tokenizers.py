@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
     """Experts that end their turns with a token at which the merged model with the base model's ids does not stop."""
     recipe, base = experiment.recipe, experiment.recipe.base
 
+    @cache
     def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
         tokenizer = experiment.tokenizer(reference)
         settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.options.transformers_cache)

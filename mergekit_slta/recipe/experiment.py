@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 from collections.abc import Iterator, Sequence
@@ -100,8 +101,12 @@ class Experiment:
     def model(self, reference: ModelReference) -> Model:
         """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
-            options = self.options
-            self._models[reference] = open_model(reference, options.trust_remote_code, options.transformers_cache)
+            options, known = self.options, self._models.get(ModelReference(model=reference.model))
+            self._models[reference] = (
+                dataclasses.replace(known, reference=reference)  # an adapter's base model
+                if known
+                else open_model(reference, options.trust_remote_code, options.transformers_cache)
+            )
         return self._models[reference]
 
     @property
@@ -216,11 +221,16 @@ class Experiment:
         if reference not in self._tokenizers:
             with reading(reference, "has no usable tokenizer", "get undamaged copies of its files"):
                 adapter = reference.lora and tokenizer_folder(reference.lora, self.options.transformers_cache)
-                self._tokenizers[reference] = AutoTokenizer.from_pretrained(
-                    str(adapter or reference.model.path),
-                    revision=None if adapter else reference.model.revision,
-                    trust_remote_code=self.options.trust_remote_code,
-                    cache_dir=self.options.transformers_cache,
+                whole = ModelReference(model=reference.model)
+                self._tokenizers[reference] = (
+                    self.tokenizer(whole)
+                    if reference.lora and not adapter
+                    else AutoTokenizer.from_pretrained(
+                        str(adapter or reference.model.path),
+                        revision=None if adapter else reference.model.revision,
+                        trust_remote_code=self.options.trust_remote_code,
+                        cache_dir=self.options.transformers_cache,
+                    )
                 )
         return self._tokenizers[reference]
 

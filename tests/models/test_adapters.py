@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -19,15 +20,17 @@ from safetensors.torch import load_file, save_file
 from support import families
 from support.adapters import edit, merged_by_hand, write_adapter
 from support.copies import AS_BEFORE, edit_tensors
+from support.examining import problems
 from support.families import Family
 from support.hub import serve
 from support.merging import wrong_tensors
 from support.rounding import rounding, state_rounding
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_slta import check, evaluate, verify
 from mergekit_slta.checks.models import one_model
 from mergekit_slta.errors import SltaError
+from mergekit_slta.models import headers
 from mergekit_slta.models.adapters import adapter_headers, merge_adapter
 from mergekit_slta.models.headers import TensorHeader
 
@@ -118,6 +121,19 @@ def test_an_adapter_is_merged_where_files_have_no_locks(
     reference = ModelReference.parse(f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}")
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert Path(merge_adapter(reference, str(tmp_path / "cache")).model.path, "model.safetensors").is_file()
+
+
+def test_a_check_reads_the_base_model_of_several_adapters_once(llama: Family, tmp_path: Path) -> None:
+    recipe = families.recipe(llama, "sftm", calibration=False)
+    for number, entry in enumerate(recipe["models"]):
+        entry["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / str(number), seed=number)}"
+    with (
+        mock.patch.object(headers, "file_headers", wraps=headers.file_headers) as weights,
+        mock.patch.object(AutoTokenizer, "from_pretrained", wraps=AutoTokenizer.from_pretrained) as tokenizers,
+    ):
+        assert problems(recipe, options={"lora_merge_cache": str(tmp_path / "cache")}) == []
+    assert [call.args for call in weights.call_args_list] == [(llama.base / "model.safetensors",)]
+    assert [call.args for call in tokenizers.call_args_list] == [(str(llama.base),)]
 
 
 # The type that an adapter is merged in: the base model's, the recipe's, the option, and what comes out
