@@ -111,7 +111,7 @@ class Linearity(Paragraphs):
     def parts(self) -> Iterator[str | Table]:
         """The table of scores, and for merges one of how far feature changes are from adding up."""
         yield self.score_table()
-        yield "Mean ± standard deviation over prompts and blocks; 0 is linear."
+        yield "Mean ± standard deviation over prompts and submodules; 0 is linear."
         if merges := [name for name, members in self.members.items() if len(members) > 1]:
             yield self.table("Projection distance", {"projection_distance": ""}, merges)
             yield "Where the projection distance is 0, the experts' feature changes add up."
@@ -125,7 +125,7 @@ class Linearity(Paragraphs):
             for group, by_name in by_group.items()
             for name, value in by_name.items()
         ]
-        names = ("metric", "level", "experts", "block", "mean", "std", "n")
+        names = ("metric", "level", "experts", "submodule", "mean", "std", "n")
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def plot(self) -> Figure:

@@ -85,12 +85,12 @@ class CalibrationSettings(MethodSettings):
 class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
     in_words: ClassVar[str] = (
-        "every block gets one merging weight for each expert, solved in closed form from a few prompts of the "
+        "every submodule gets one merging weight for each expert, solved in closed form from a few prompts of the "
         "expert's task."
     )
     level: Level = Field(
         default="attn_mlp",
-        description="the size of a block: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
+        description="the size of a submodule: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
     )
     balance: bool = Field(
         default=True,

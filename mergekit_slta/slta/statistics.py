@@ -57,7 +57,7 @@ class Statistics(Paragraphs):
         """How many prompts, tasks, tokens and submodules were measured."""
         submodules = ", ".join(f"{len(self.submodules(level))} at {level}" for level in self.info.levels)
         drawn = f"{counted(len(self.task), 'prompt')} of {counted(int(self.task.max()) + 1, 'task')}"
-        return f"{drawn} ({int(self.tokens.sum())} tokens), blocks: {submodules}"
+        return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
     def columns(self) -> dict[str, list[Any]]:
         """The columns of ``to_frame``: a row for each task, that of the base model last."""
@@ -422,7 +422,7 @@ class Solution(Paragraphs):
         by_expert = (
             {"alpha": self.alpha} | ({"alpha_std": self.alpha_std} if self.draws else {}) | {"keeps": self.retained}
         )
-        columns: dict[str, list[Any]] = {"block": list(self.submodules)}
+        columns: dict[str, list[Any]] = {"submodule": list(self.submodules)}
         for quantity, values in by_expert.items():
             numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
             columns |= {f"{quantity} {name}": column for name, column in zip(names, numbers, strict=True)}
@@ -491,13 +491,13 @@ class Solution(Paragraphs):
             return notes
         if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
             notes.append(
-                f"In {len(ill)} of {count} blocks ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
+                f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
                 "nearly linearly dependent, so small changes of the prompts change the weights much: set a 'ridge'."
             )
         if dependent := [name for name, solved in self.submodules.items() if solved.rank < len(self.models)]:
             branch = "; one that changes nothing there takes its mean weight in the branch" * (self.level == "linear")
             notes.append(
-                f"In {len(dependent)} of {count} blocks ({dependent[0]} ...) experts are linearly dependent or "
+                f"In {len(dependent)} of {count} submodules ({dependent[0]} ...) experts are linearly dependent or "
                 f"change nothing: their weights are the minimum-norm solution{branch}."
             )
         return notes

@@ -71,7 +71,7 @@ def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Line
     scores, _, distances, _ = repr(result).split("\n\n")
     assert scores == str(result.score_table()) and distances.splitlines()[0].endswith("one + two + three")
     assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
-    frame = result.to_frame().set_index(["metric", "level", "experts", "block"])
+    frame = result.to_frame().set_index(["metric", "level", "experts", "submodule"])
     values = all_values(result)
     assert len(frame) == len(values)
     assert all(frame.loc[key].tolist() == [own.mean, own.std, own.n] for key, own in values.items())

@@ -87,7 +87,7 @@ def test_the_first_samples_of_each_task(statistics: Statistics) -> None:
     assert part.task.tolist() == [0, 0, 1, 1, 2, 2]
     assert all(torch.equal(part.grams[name], gram[[0, 1, 4, 5, 7, 8]]) for name, gram in grams.items())
     one = uneven.take([0]).first_samples(1)
-    assert one.summary.startswith("1 prompt of 1 task (7 tokens), blocks: ")
+    assert one.summary.startswith("1 prompt of 1 task (7 tokens), submodules: ")
     assert repr(one).splitlines()[1].split() == ["org/math", "1", "7", "task0.jsonl"]
     assert one.to_frame().to_dict("records") == [
         {"task of": "org/math", "prompts": 1, "tokens": 7, "calibration": "task0.jsonl"}
@@ -172,7 +172,7 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     table, legend, note = str(solution).split("\n\n")
     assert table == str(solution.table())
     assert table.splitlines()[0].split() == [
-        *("block", "alpha", "math", "alpha", "code", "alpha", "<b>chat"),
+        *("submodule", "alpha", "math", "alpha", "code", "alpha", "<b>chat"),
         *("keeps", "math", "keeps", "code", "keeps", "<b>chat", "condition"),
     ]
     first, *_, last, whole = table.splitlines()[1:]
@@ -180,8 +180,8 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     assert last.split() == ["layer.1.mlp", *["0.000"] * 3, *["–"] * 4]
     assert whole.split() == ["all", *["–"] * 3, *(f"{share:.2f}" for share in solution.retained_overall.tolist()), "–"]
     assert legend.startswith("math is org/math; code is org/code; <b>chat is org/<b>chat; ")
-    assert note.startswith("In 1 of 4 blocks (layer.1.mlp ...)") and [note] == solution.notes()
-    frame = solution.to_frame().set_index("block")
+    assert note.startswith("In 1 of 4 submodules (layer.1.mlp ...)") and [note] == solution.notes()
+    frame = solution.to_frame().set_index("submodule")
     assert list(frame.columns) == solution.table().header[1:]
     for name, alpha in solution.alpha.items():
         assert frame.loc[name].iloc[:3].tolist() == alpha.tolist()
@@ -195,10 +195,10 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
 def test_standard_errors_stand_with_the_weights(statistics: Statistics) -> None:
     solution = statistics.solve()
     with_errors = solution.bootstrap(5)
-    errors, frame = with_errors.alpha_std, with_errors.to_frame().set_index("block")
+    errors, frame = with_errors.alpha_std, with_errors.to_frame().set_index("submodule")
     assert list(frame.columns[3:6]) == [f"alpha_std {name}" for name in ("math", "code", "<b>chat")]
     assert all(frame.loc[name].iloc[3:6].tolist() == error.tolist() for name, error in errors.items())
-    assert frame.drop(columns=frame.columns[3:6]).equals(solution.to_frame().set_index("block"))
+    assert frame.drop(columns=frame.columns[3:6]).equals(solution.to_frame().set_index("submodule"))
     shown = [f"{number:.3f}" for number in (solution.alpha["layer.0.attn"][0], errors["layer.0.attn"][0])]
     assert f"  {' ±'.join(shown)}  " in repr(with_errors).splitlines()[1]
 
@@ -217,7 +217,7 @@ def kept_by_definition(statistics: Statistics, name: str, alpha: torch.Tensor, t
 
 
 def test_weights_of_ones_own_get_their_shares_and_a_recipe(statistics: Statistics, tmp_path: Path) -> None:
-    """A number for all experts, one for each, or one for each in each block: none of them is solved."""
+    """A number for all experts, one for each, or one for each in each submodule: none of them is solved."""
     names = statistics.submodules("layer")
     each = {name: torch.tensor([0.1, 0.2, 0.3]) + index for index, name in enumerate(names)}
     for given in (0.4, [0.1, 0.2, 0.3], each):
@@ -269,7 +269,7 @@ def test_nearly_dependent_experts_are_named(statistics: Statistics) -> None:
     solution = statistics.solve()
     assert 1e6 < solution.condition["layer.1.mlp"] < 1e10
     (note,) = solution.notes()
-    assert note.startswith("In 1 of 4 blocks (layer.1.mlp) the experts are nearly linearly dependent")
+    assert note.startswith("In 1 of 4 submodules (layer.1.mlp) the experts are nearly linearly dependent")
 
 
 def test_undefined_numbers_are_null_in_json(statistics: Statistics) -> None:

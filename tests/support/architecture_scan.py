@@ -423,8 +423,8 @@ def page(rows: list[Row]) -> str:
         "",
         *_counts(decoders),
         "",
-        "In part means: in some layers, `slta` takes the next larger blocks, or `featcal` gives most linear maps the "
-        "values that `actmat` would give them. The log, `mergekit-slta check` and the statistics say so.",
+        "In part means: in some layers, `slta` takes the next larger submodules, or `featcal` gives most linear maps "
+        "the values that `actmat` would give them. The log, `mergekit-slta check` and the statistics say so.",
         "",
         "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
         "4, Qwen3-VL, Qwen3.5 and its MoE version, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
