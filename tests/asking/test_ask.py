@@ -178,13 +178,16 @@ def test_a_records_answer_is_left_out_and_the_turns_before_it_stay(
 
 def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_model(tmp_path)
+    shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
+    nested = json.loads("[" * 900 + "]" * 900)
     records = [{"title": "x"}, {"prompt": "hi", "context": "x"}, {"messages": [SAID]}, {"prompt": "q" * 200}]
+    records += [{"messages": [shown]}, {"messages": [ASKED | {"more": nested}]}]
     out = slta.ask(
         folder, tmp_path / "o.jsonl", write_jsonl(tmp_path / "a.jsonl", records), max_new_tokens=5, quiet=True
     )
     assert len(records_of(out)) == 1
     (skipped,) = [message for message in caplog.messages if "kipped" in message]
-    assert skipped.startswith("Skipped 3 prompts, the first because row ")
+    assert skipped.startswith("Skipped 5 prompts, the first because row ")
     assert (
         "The prompts leave out the field 'context': write it into the prompts if the model needs it." in caplog.messages
     )
