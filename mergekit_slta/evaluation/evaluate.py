@@ -77,25 +77,19 @@ class Comparison(Paragraphs):
     def ranking(self) -> dict[str, TaskScore]:
         """Each model's means over the tasks where they are defined: the most accurate first, then the most gain kept.
 
-        Lost and gained answers are summed. Where a task has few short answers, what is kept decides alone, and the mean
-        accuracy is without that task.
+        Lost and gained answers are summed. Where a task has few short answers, the gain kept decides alone, and the
+        mean accuracy is without that task.
         """
         tasks = list(self.tasks.values())
         by_answers = all(task.short_answers >= FEW for task in tasks)
         means = {}
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
-            means[name] = TaskScore(
-                _mean(task.scores[name].accuracy for task in tasks if task.short_answers >= FEW),
-                None,
-                None,
-                sum(score.lost for score in scores),
-                sum(score.gained for score in scores),
-                _mean(score.ended for score in scores),
-                sum(score.token_accuracy for score in scores) / len(scores),
-                _mean(score.gain_kept for score in scores),
-                sum(score.loss for score in scores) / len(scores),
-            )
+            accuracy = _mean(task.scores[name].accuracy for task in tasks if task.short_answers >= FEW)
+            sums: dict[str, Any] = {of: sum(getattr(score, of) for score in scores) for of in ("lost", "gained")}
+            others = ("ended", "token_accuracy", "gain_kept", "loss")
+            averages: dict[str, Any] = {of: _mean(getattr(score, of) for score in scores) for of in others}
+            means[name] = TaskScore(accuracy, None, None, **sums, **averages)
 
         def rank(name: str) -> tuple[float, ...]:
             return (-(means[name].accuracy or 0.0) * by_answers, -(means[name].gain_kept or 0.0), means[name].loss)
