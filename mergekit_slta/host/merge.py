@@ -56,6 +56,6 @@ def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[M
     """
     if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
         raise TypeError(f"merge has no option {', '.join(unknown)}.")
-    given, folder = loaded(recipe), Path(out).expanduser()
-    run(inspect.unwrap(run_merge), given.config, str(folder), plain_values(options), given.text)
+    recipe, folder = loaded(recipe), Path(out).expanduser()
+    run(inspect.unwrap(run_merge), recipe.config, str(folder), plain_values(options), recipe.text)
     return folder

@@ -126,7 +126,7 @@ def _merged(
     if not experiment.ranks.first:
         return []
     tokenizer = options.copy_tokenizer or recipe.tokenizer_source is not None
-    before = entry_files(folder, tokenizer)
+    earlier = entry_files(folder, tokenizer)
     with METHODS[recipe.config.merge_method].merging(merge):
         # The last part of the folder's path is the card's title.
         stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
@@ -134,7 +134,7 @@ def _merged(
     for model in (experiment.base, *experiment.experts):
         model.refuse_changes()
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
-    stale = {file: file.replace(f"{file}.old") for file, _ in before.items() & entry_files(folder, tokenizer).items()}
+    stale = {file: file.replace(f"{file}.old") for file, _ in earlier.items() & entry_files(folder, tokenizer).items()}
     unfinished = finish_folder(experiment, folder)
     for file in filter(Path.exists, list(stale)):  # it was copied again
         stale.pop(file).unlink()

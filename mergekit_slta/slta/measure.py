@@ -115,8 +115,8 @@ def statistics_of(
 def _levels(experiment: Experiment, levels: str | Sequence[str] | None) -> list[str]:
     """The levels to measure, by default the recipe's, in the order of ``LEVELS``."""
     settings = experiment.settings
-    chosen = settings.level if isinstance(settings, SltaSettings) else SltaSettings().level
-    named = [levels] if isinstance(levels, str) else levels or [chosen]
+    level = settings.level if isinstance(settings, SltaSettings) else SltaSettings().level
+    named = [levels] if isinstance(levels, str) else levels or [level]
     experiment.require_levels(named)
     return [level for level in LEVELS if level in named]
 
@@ -208,22 +208,23 @@ def _read_fitting(experiment: Experiment, path: Path, levels: Sequence[str]) -> 
             LOG.warning("%s", fallback)
     if info.keep and not recipe.keep:
         LOG.warning("%s also has prompts for the base model: to use them, give its entry in 'models' a 'weight'.", path)
-    chosen = stored.take([index for index in order if index is not None], keep=recipe.keep is not None)
+    statistics = stored.take([index for index in order if index is not None], keep=recipe.keep is not None)
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
-        return chosen
-    return replace(chosen, info=chosen.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])}))
+        return statistics
+    info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
+    return replace(statistics, info=info)
 
 
 def _match_experts(experiment: Experiment, info: Info, data: Sequence[CalibrationData]) -> list[int | None]:
     """For each of the recipe's experts its index in the file, by content; None for one that was not measured."""
     unused, order = dict(enumerate(info.fingerprint.experts)), list[int | None]()
     for expert, content in enumerate(experiment.fingerprints[1:]):
-        equal = [index for index, known in unused.items() if known == content]
+        equal = [index for index, fingerprint in unused.items() if fingerprint == content]
         # Of copies of one expert, the one that was measured on these samples.
         same_data = [index for index in equal if data and info.calibration[index].sha256 == data[expert].sha256]
         order.append(next(iter(same_data or equal), None))
-        unused = {index: known for index, known in unused.items() if index != order[-1]}
+        unused = {index: fingerprint for index, fingerprint in unused.items() if index != order[-1]}
     return order
 
 
@@ -237,12 +238,12 @@ def _misfits(
 ) -> Iterator[str]:
     """Everything in which a file does not fit the recipe: models, levels, and samples and settings if it names data."""
     recipe, (base, *_) = experiment.recipe, experiment.fingerprints
-    known, config = info.fingerprint.base, hashed_computation(experiment.base.config)
+    measured, config = info.fingerprint.base, hashed_computation(experiment.base.config)
     # Another version of transformers may add or drop entries.
     same_version = info.versions.get("transformers") == versions()["transformers"]
-    entries = known.config.keys() | config.keys() if same_version else known.config.keys() & config.keys()
-    changed = sorted(entry for entry in entries if known.config.get(entry) != config.get(entry))
-    if known.tensors != base:
+    entries = measured.config.keys() | config.keys() if same_version else measured.config.keys() & config.keys()
+    changed = sorted(entry for entry in entries if measured.config.get(entry) != config.get(entry))
+    if measured.tensors != base:
         yield (
             f"The base model {recipe.base} is not the one that {path} was measured on ('{info.base_model}'), "
             "because its content differs: use that base model or other statistics."

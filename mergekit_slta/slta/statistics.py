@@ -107,22 +107,22 @@ class Statistics(Paragraphs):
         Raises:
             SltaError: no name is given, or a name is not in the statistics or given twice.
         """
-        known, wanted = self.info.models, [self._name(name) for name in names]
-        if not names or len(set(wanted)) < len(wanted):
-            raise SltaError(f"Name one or more of {', '.join(known)}, each once at most.")
-        return self.take([known.index(name) for name in wanted])
+        models, experts = self.info.models, [self._name(name) for name in names]
+        if not names or len(set(experts)) < len(experts):
+            raise SltaError(f"Name one or more of {', '.join(models)}, each once at most.")
+        return self.take([models.index(name) for name in experts])
 
     def _name(self, name: str) -> str:
         """The expert of this name in ``info.models``, in the tables, or in the recipe that was measured."""
-        known = self.info.models
-        spelled = {path: own for own, path in self.paths.items()} | known_names(known)
-        if (found := spelled.get(str(name))) not in known:
-            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(known)}.")
-        return found
+        models = self.info.models
+        spellings = {path: model for model, path in self.paths.items()} | known_names(models)
+        if (expert := spellings.get(str(name))) not in models:
+            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(models)}.")
+        return expert
 
     def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:
         """``select`` by the experts' positions in ``info.models``; with the base model's task only if ``keep``."""
-        chosen, info = torch.tensor(list(experts)), self.info
+        columns, info = torch.tensor(list(experts)), self.info
         base_task = info.keep if keep else None
         tasks = [*experts, *([len(info.models)] if base_task else [])]
         rows = torch.cat([(self.task == task).nonzero().flatten() for task in tasks])
@@ -136,7 +136,7 @@ class Statistics(Paragraphs):
         drawn = self._rows(rows)
         return replace(
             drawn,
-            grams={name: gram[:, chosen][:, :, chosen] for name, gram in drawn.grams.items()},
+            grams={name: gram[:, columns][:, :, columns] for name, gram in drawn.grams.items()},
             task=torch.tensor([tasks.index(task) for task in drawn.task.tolist()]),
             info=info.model_copy(update=described),
         )
@@ -155,10 +155,10 @@ class Statistics(Paragraphs):
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
-        most, wanted = int(self.task.bincount().max()), whole_number("samples", count)
-        if not 1 <= wanted <= most:
-            raise SltaError(f"The statistics hold {most} prompts per task: set 'samples' to 1 to {most}, not {wanted}.")
-        return self._rows(torch.cat([(self.task == task).nonzero().flatten()[:wanted] for task in self.task.unique()]))
+        most, first = int(self.task.bincount().max()), whole_number("samples", count)
+        if not 1 <= first <= most:
+            raise SltaError(f"The statistics hold {most} prompts per task: set 'samples' to 1 to {most}, not {first}.")
+        return self._rows(torch.cat([(self.task == task).nonzero().flatten()[:first] for task in self.task.unique()]))
 
     def solve(
         self,
@@ -361,8 +361,8 @@ class Solution(Paragraphs):
     def kept_base_overall(self) -> float:
         """``kept_base`` in all submodules together, each counted by how much the experts change it on that task."""
         solved = self.submodules.values()
-        kept, shares = ([[one.kept_base] for one in solved], [[one.base_share] for one in solved])
-        return float(pooled(torch.tensor(kept), torch.tensor(shares)))
+        kept_base, shares = ([[one.kept_base] for one in solved], [[one.base_share] for one in solved])
+        return float(pooled(torch.tensor(kept_base), torch.tensor(shares)))
 
     @cached_property
     def condition(self) -> dict[str, float]:
