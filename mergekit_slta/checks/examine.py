@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.model import require_solvable
+from mergekit_slta.featcal.solution import require_solvable
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device

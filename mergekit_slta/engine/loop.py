@@ -51,19 +51,12 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 @dataclass
 class LayerMethod(ABC, Generic[Result]):
-    """A method: the streams that it follows, and its computation in each layer.
+    """A method: the streams that it follows, and its computation in each layer."""
 
-    Attributes:
-        decoder: the models' common decoder.
-        models: the models whose layers are read.
-        tasks: the token ids of each task's samples; there may be more tasks than experts.
-        ranks: the processes that share the batches.
-    """
-
-    decoder: Decoder
-    models: Sequence[Checkpoint]
-    tasks: Tasks
-    ranks: Ranks
+    decoder: Decoder  # the models'
+    models: Sequence[Checkpoint]  # whose layers are read
+    tasks: Tasks  # the token ids of each task's samples; there may be more tasks than experts
+    ranks: Ranks  # the processes that share the batches
 
     @abstractmethod
     def sources(self) -> Sequence[Sequence[Source]]:
@@ -86,9 +79,9 @@ class LayerMethod(ABC, Generic[Result]):
         return {}
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+        self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
-        """Set the output of a finished layer on every stream, given the tensors ``found`` in the layer's file."""
+        """Set the output of a finished layer on every stream, from the tensors ``stored`` in the layer's file."""
         raise NotImplementedError("a method whose layers are written repeats them")
 
     @abstractmethod

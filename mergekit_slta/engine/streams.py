@@ -39,19 +39,12 @@ Tasks = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one task that run together, right-padded to the longest.
+    """Samples of one task that run together, right-padded to the longest."""
 
-    Attributes:
-        task: the index of the task that the samples come from.
-        rows: the samples' rows in the statistics, ``B`` in all.
-        token_ids: [B, S] int64.
-        lengths: the samples' numbers of tokens.
-    """
-
-    task: int
-    rows: tuple[int, ...]
-    token_ids: torch.Tensor
-    lengths: tuple[int, ...]
+    task: int  # the index of the task that the samples come from
+    rows: tuple[int, ...]  # the samples' rows in the statistics, ``B`` in all
+    token_ids: torch.Tensor  # [B, S] int64
+    lengths: tuple[int, ...]  # the samples' numbers of tokens
 
     @property
     def samples(self) -> torch.Tensor:
@@ -114,7 +107,7 @@ def fitting_batch(decoder: Decoder) -> int:
     return min(CPU_BATCH_TOKENS, max(LEAST_CPU_BATCH_TOKENS, CPU_BATCH_ELEMENTS // widest))
 
 
-def share(decoder: Decoder, tasks: Tasks, ranks: Ranks) -> int:
+def samples_here(decoder: Decoder, tasks: Tasks, ranks: Ranks) -> int:
     """How many samples this process has, if batches need not be halved."""
     return sum(len(batch.rows) for batch in decoder_batches(decoder, tasks, fitting_batch(decoder), ranks))
 

@@ -26,17 +26,15 @@ class ActmatAnchor(Blend):
     Args:
         models: the base model, then the ``T`` experts.
         decoder: their common decoder; the linear maps of its layers are solved.
-        keep_weight: how much the base model's task counts; it is then an expert whose task vector is zero.
-
-    Attributes:
-        counts: how much each task counts: 1 for an expert's, and last kappa for the base model's if it has one.
+        kappa: how much the base model's task counts; it is then an expert whose task vector is zero.
     """
 
-    def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, keep_weight: float = 0.0) -> None:
-        share = torch.full((len(models) - 1,), 1 / (len(models) - 1 + keep_weight), dtype=torch.float64)
-        super().__init__(models, share)
+    def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, kappa: float = 0.0) -> None:
+        mean = torch.full((len(models) - 1,), 1 / (len(models) - 1 + kappa), dtype=torch.float64)
+        super().__init__(models, mean)
         self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
-        self.counts = [1.0] * (len(models) - 1) + [keep_weight] * bool(keep_weight)
+        # How much each task counts: 1 for an expert's, and last kappa for the base model's if it has one.
+        self.counts = [1.0] * (len(models) - 1) + [kappa] * bool(kappa)
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]

@@ -24,19 +24,12 @@ NO_ROUTES = "that compute all routed experts together: which tokens each expert 
 
 @dataclass(frozen=True)
 class MapGroup:
-    """Linear maps with the same input inside one child of the layer, or the routed experts of a mixture.
+    """Linear maps with the same input inside one child of the layer, or the routed experts of a mixture."""
 
-    Attributes:
-        child: the child of the layer that holds the maps, or of such a child the part that the layer calls.
-        module: the path of the first module in the group that the layer calls.
-        maps: the maps, in the order in which the layer calls them.
-        fused: whether the maps are routed experts in one module, each with its own input.
-    """
-
-    child: str
-    module: str
-    maps: tuple[LinearMap, ...]
-    fused: bool = False
+    child: str  # the child of the layer that holds the maps, or of such a child the part that the layer calls
+    module: str  # the path of the first module in the group that the layer calls
+    maps: tuple[LinearMap, ...]  # in the order in which the layer calls them
+    fused: bool = False  # whether the maps are routed experts in one module, each with its own input
 
     @property
     def modules(self) -> list[str]:
@@ -50,16 +43,12 @@ class MapGroup:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The linear maps of a layer.
+    """The linear maps of a layer."""
 
-    Attributes:
-        groups: the maps to solve, in the order in which they feed each other.
-        unsolved: why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
-        writers: the layer's writers that are solved when all that the stream is the sum of before is known.
-    """
-
-    groups: tuple[MapGroup, ...]
+    groups: tuple[MapGroup, ...]  # the maps to solve, in the order in which they feed each other
+    # Why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
     unsolved: Mapping[str, str]
+    # The layer's writers that are solved when all that the stream is the sum of before is known.
     writers: Mapping[str, Writer]
 
 
@@ -72,28 +61,28 @@ def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
-    own, names = decoder.layers[layer], decoder.layer_tensors(layer)
+    built, names = decoder.layers[layer], decoder.layer_tensors(layer)
     by_module: dict[str, list[LinearMap]] = {}
-    for linear_map in linear_maps(own):
+    for linear_map in linear_maps(built):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
         run = decoder.run(layer, *made_up_layer(decoder, layer), capture=by_module, keep=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
-    unsolved = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(own)}
-    unsolved |= {m.name: SHARED for m in linear_maps(own) if names[m.weight] in decoder.shared_tensors}
+    unsolved = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(built)}
+    unsolved |= {m.name: SHARED for m in linear_maps(built) if names[m.weight] in decoder.shared_tensors}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
-        fused = is_fused(own.get_submodule(module))
+        fused = is_fused(built.get_submodule(module))
         shared = decoder.shared_tensors.intersection(names[m.weight] for m in maps)
-        if why := SHARED if shared else _unsolvable(maps, child, own, run):
+        if why := SHARED if shared else _unsolvable(maps, child, built, run):
             unsolved |= {m.name: why for m in maps}
             continue
         for linear_map in maps:
             del unsolved[linear_map.name]
-        given = run.inputs[module]
-        same = None if fused else (child, given[0].data_ptr(), given[0].shape[-1], given[0].numel())  # also for views
+        features = run.inputs[module][0]
+        same = None if fused else (child, features.data_ptr(), features.shape[-1], features.numel())  # also for views
         if child in run.opened:  # whose parts the layer calls one by one, between other children
             child = module
         if groups and same and same == previous:
@@ -102,7 +91,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
             groups.append(MapGroup(child, module, maps, fused))
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
-    unsolved |= {name: NO_ROUTES for name in expert_stacks(own) if name not in known}
+    unsolved |= {name: NO_ROUTES for name in expert_stacks(built) if name not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
     of_groups = {INPUT, *(group.child for group in groups)}
     writers = {
@@ -118,7 +107,7 @@ def in_words(unsolved: Mapping[str, str]) -> str:
     names: dict[str, list[str]] = {}
     for name, why in unsolved.items():
         names.setdefault(why, []).append(name)
-    return "; ".join(f"{', '.join(own)} ({why})" for why, own in names.items())
+    return "; ".join(f"{', '.join(maps)} ({why})" for why, maps in names.items())
 
 
 def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, run: LayerRun) -> str:

@@ -1,7 +1,7 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
 After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
-(``anchor.py``); the solution stays near a point beyond it. ``model.py`` has the start, which loads the
+(``anchor.py``); the solution stays near a point beyond it. ``solution.py`` has the start, which loads the
 samples' token ids, and the end, which gives mergekit each tensor from the folder of solved layers.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
@@ -26,7 +26,7 @@ maps it is zero. A mixture's routed experts are solved one by one, each on the t
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
-``regression.py`` defines s_t, H and the bias (``Change.offset``), ``model.py`` the weights w_x. H is built from the
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``solution.py`` the weights w_x. H is built from the
 matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that their tokens
 cover. Unless a recipe gives the ridge, held-out samples choose it for every group.
 
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ from torch.utils._pytree import tree_map_only
 from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, Tasks, read_edges, waiting_bytes
+from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression
@@ -86,7 +87,7 @@ def feature_merge(
     tasks: Tasks,
     partial: Partial,
     *,
-    weights: Sequence[torch.Tensor] | None = None,
+    token_weights: Sequence[torch.Tensor] | None = None,
     ridge: float | None = None,
     head: LinearMap | None,
     ranks: Ranks | None = None,
@@ -100,7 +101,7 @@ def feature_merge(
             of the input a map stays nearer to W_n.
         tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
         partial: where the layers are written; what is finished there is not computed again.
-        weights: the weights [S] of the tokens of every sample, task after task; by default all are 1.
+        token_weights: those [S] of every sample, task after task; by default all are 1.
         ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
         head: the output head, by the model's names; None if it stays the anchor's.
         ranks: the processes that share the batches.
@@ -110,8 +111,8 @@ def feature_merge(
         SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
     """
     ranks = ranks or Ranks()
-    weights = weights or [torch.ones(len(row)) for task in tasks for row in task]
-    merge = _FeatureMerge(decoder, anchor.models, tasks, ranks, anchor, weights, ridge, head, partial.folder)
+    token_weights = token_weights or [torch.ones(len(row)) for task in tasks for row in task]
+    merge = _FeatureMerge(decoder, anchor.models, tasks, ranks, anchor, token_weights, ridge, head, partial.folder)
     tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
     if ranks.first:
         partial.finish(tensors)
@@ -126,15 +127,14 @@ def stages(decoder: Decoder, head: LinearMap | None) -> int:
 def waiting(decoder: Decoder, tokens: int) -> int:
     """How many bytes of so many tokens wait at most while the layers are solved; see ``waiting_bytes``."""
     width, returned = decoder.model.config.get_text_config().hidden_size, 0
-    groups = [(layer, group) for layer, maps in enumerate(groups_by_layer(decoder)) for group in maps.groups]
-    children: dict[tuple[int, str], int] = {}  # how wide the outputs of the maps in each are together
-    for layer, group in groups:
-        state = decoder.layers[layer].state_dict()
-        rows = width if group.fused else sum(len(linear_map.matrix(state)) for linear_map in group.maps)
-        children[layer, group.child] = children.get((layer, group.child), 0) + rows
-    for (layer, _), rows in children.items():  # beside the outputs of all other children, in both streams
-        returned = max(returned, rows + 2 * width * sum(other == layer for other, _ in children))
-    routed = any(group.fused for _, group in groups)  # the inputs of routed experts wait in both streams, too
+    for layer, maps in enumerate(groups_by_layer(decoder)):
+        state, rows = decoder.layers[layer].state_dict(), Counter[str]()  # by child, how wide its maps' outputs are
+        for group in maps.groups:
+            rows[group.child] += width if group.fused else sum(len(m.matrix(state)) for m in group.maps)
+        # Those of one child, and what all children have returned in both streams.
+        returned = max(returned, max(rows.values(), default=0) + 2 * width * len(rows))
+    # Whose inputs wait in both streams, too.
+    routed = any(group.fused for maps in groups_by_layer(decoder) for group in maps.groups)
     return waiting_bytes(tokens, width, 4 if routed else 2, returned)
 
 
@@ -181,12 +181,11 @@ class _FeatureMerge(LayerMethod[Tensors]):
         for group in at_hand.maps.groups:
             self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
             at_hand.solve(group, report)
-        errors, ridges = at_hand.finish(), torch.tensor(at_hand.ridges, dtype=torch.float64)
-        names = self.decoder.layer_tensors(layer)
+        errors, names = at_hand.finish(), self.decoder.layer_tensors(layer)
         return {
-            **{names[key]: tensor for key, tensor in at_hand.tensors().items()},
+            **{names[key]: tensor for key, tensor in {**at_hand.merged, **at_hand.stacks}.items()},
             LAYER_ERRORS: errors,
-            LAYER_RIDGES: ridges,
+            LAYER_RIDGES: torch.tensor(at_hand.ridges, dtype=torch.float64),
         }
 
     def regression(
@@ -208,16 +207,20 @@ class _FeatureMerge(LayerMethod[Tensors]):
             regression.finish_task(count)
         return regression
 
+    def of_tokens(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
+        return self.places[batch.samples], batch.join(self.token_weights)
+
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of the tensors that the layer's file holds, by the model's names."""
         return layer_shapes(self.decoder, layer)
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+        self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
         names, owners = self.decoder.layer_tensors(layer), self.owners_of(weights)
-        merged = {key: _placed(found[name], weights[0][key]) for key, name in names.items()}
+        merged = {key: _placed(stored[name], weights[0][key]) for key, name in names.items()}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, owners[batch.task])
@@ -263,11 +266,11 @@ class _FeatureMerge(LayerMethod[Tensors]):
         ``tails`` are the ``tail_tensors`` of the merged model, and of the task's own.
         """
         for number, batch in streams.batches_of(task):
-            given, owner_given = (
+            inputs, owner_inputs = (
                 batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
                 for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
             )
-            yield given, owner_given @ matrix.T, self.places[batch.samples], batch.join(self.token_weights)
+            yield inputs, owner_inputs @ matrix.T, *self.of_tokens(batch)
             report(len(batch.rows))
 
 
@@ -295,29 +298,14 @@ class _Layer:
         anchor = merge.anchor.of(merge.decoder.layer_tensors(layer), weights)
         # The matrices of a mixture's experts that are read when they are used: written one by one.
         stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
-        self._stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
+        self.stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
         # The layer's tensors; the anchor's where nothing is solved yet, or ever.
-        self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self._stacks.items()}
+        self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
         self.ridges: list[float] = []  # that groups were solved with
         self._unsolved: list[str] = []  # why maps of the group at hand stay the anchor's
         groups = self.maps.groups
         self._mixtures = {group.module for group in groups if group.fused}
         self._resumable = {name for group in groups for name in (group.child, *group.modules)}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The layer's tensors, as they can be written to a file."""
-        return {**self.merged, **self._stacks}
-
-    def run(self, stream: int, number: int, until: str | None = None) -> LayerRun:
-        """Run one side on a batch, as far as a module or to the end, which sets its output."""
-        weights = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
-        how: dict[str, Any] = {"until": until, "capture": self._mixtures, "resumable": self._resumable}
-        return self.streams.run_layer(stream, number, weights, **how)
-
-    def _run_both(self, number: int, group: MapGroup) -> tuple[LayerRun, LayerRun]:
-        """Run the merged side on a batch as far as a group, and the owner's as far as the group after it."""
-        after = self.maps.groups[self.maps.groups.index(group) + 1 :]
-        return self.run(MERGED, number, group.module), self.run(EXPERT, number, after[0].module if after else None)
 
     def solve(self, group: MapGroup, report: Progress) -> None:
         """Solve the first unsolved group; the layer runs inside ``regression``. ``report`` is told the samples used."""
@@ -335,8 +323,8 @@ class _Layer:
         sums = torch.zeros(2, len(self.owners), dtype=torch.float64)
         for number, batch in enumerate(self.streams.batches):
             if not self.maps.groups:  # whose last has run the owner's layer to its end
-                self.run(EXPERT, number)
-            merged = batch.unpadded(self.run(MERGED, number).output)
+                self._run(EXPERT, number)
+            merged = batch.unpadded(self._run(MERGED, number).output)
             expert = batch.unpadded(self.streams.hidden(EXPERT, number))
             norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             errors = (merged - expert).norm(dim=1) / norms
@@ -359,7 +347,7 @@ class _Layer:
                     output = output + DRIFT * batch.unpadded(drift)
                 outputs.append(output if offset is None else output - offset)
             inputs = batch.unpadded(merged.inputs[group.module][0])
-            yield inputs, torch.cat(outputs, 1), self.merge.places[batch.samples], batch.join(self.merge.token_weights)
+            yield inputs, torch.cat(outputs, 1), *self.merge.of_tokens(batch)
             report(len(batch.rows))
 
     def _drift(self, module: str, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
@@ -415,7 +403,7 @@ class _Layer:
         if expert is None:
             self.merged[name] = tensor
         else:
-            self._stacks.get(name, self.merged[name])[expert] = tensor
+            self.stacks.get(name, self.merged[name])[expert] = tensor
 
     def _solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
@@ -431,7 +419,7 @@ class _Layer:
             routed.append(tree_map_only(torch.Tensor, self.streams.set_aside, both))
             report(len(batch.rows))
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
-            if name not in self._stacks:
+            if name not in self.stacks:
                 self.merged[name] = self.merged[name].clone()
         module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
         for index in numbers:
@@ -455,9 +443,8 @@ class _Layer:
             inputs, expert_inputs, tokens = (
                 part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
             )
-            device = self.merge.decoder.device
-            weights = batch.join(self.merge.token_weights)[tokens]
-            yield inputs.to(device), expert_inputs.to(device), self.merge.places[batch.samples[tokens]], weights
+            device, (places, weights) = self.merge.decoder.device, self.merge.of_tokens(batch)
+            yield inputs.to(device), expert_inputs.to(device), places[tokens], weights[tokens]
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""
@@ -466,6 +453,17 @@ class _Layer:
             for tokens, owner in zip(reaching, self.owners, strict=True)
         ]
         self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
+
+    def _run(self, stream: int, number: int, until: str | None = None) -> LayerRun:
+        """Run one side on a batch, as far as a module or to the end, which sets its output."""
+        weights = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
+        how: dict[str, Any] = {"until": until, "capture": self._mixtures, "resumable": self._resumable}
+        return self.streams.run_layer(stream, number, weights, **how)
+
+    def _run_both(self, number: int, group: MapGroup) -> tuple[LayerRun, LayerRun]:
+        """Run the merged side on a batch as far as a group, and the owner's as far as the group after it."""
+        after = self.maps.groups[self.maps.groups.index(group) + 1 :]
+        return self._run(MERGED, number, group.module), self._run(EXPERT, number, after[0].module if after else None)
 
 
 def _at_places_of(merged: RoutedInputs, expert: RoutedInputs) -> torch.Tensor:

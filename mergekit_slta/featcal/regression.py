@@ -58,19 +58,12 @@ PRECISION = torch.float32
 
 @dataclass(frozen=True)
 class Change:
-    """The solution of a regression.
+    """The solution of a regression."""
 
-    Attributes:
-        matrix: D [d_out, d_in]; zero where there is no solution.
-        mean: the mean residual [d_out] that is left, weighted as in the regression.
-        shares: each task's weight [T] in that mean.
-        ridge: the ridge that was used; None where the equations cannot be solved, as with inputs that are not finite.
-    """
-
-    matrix: torch.Tensor
-    mean: torch.Tensor
-    shares: torch.Tensor
-    ridge: float | None
+    matrix: torch.Tensor  # D [d_out, d_in]; zero where there is no solution
+    mean: torch.Tensor  # the mean residual [d_out] that is left, weighted as in the regression
+    shares: torch.Tensor  # each task's weight [T] in that mean
+    ridge: float | None  # that was used; None where the equations cannot be solved, as with inputs that are not finite
 
     def offset(self, anchor: torch.Tensor, biases: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The bias of some rows: with the mean residual for a small ridge, the anchor's for an endless one.
@@ -88,24 +81,16 @@ class Change:
 
 @dataclass
 class Sums:
-    """Sums over tokens, zero at first; those with a first dimension of ``h`` are of each half of the samples.
+    """Sums over tokens, zero at first; those with a first dimension of ``h`` are of each half of the samples."""
 
-    Attributes:
-        inputs, residuals: sums of x [d_in] and of r [d_out].
-        mass: sum of the weights w_x [].
-        tokens: how many tokens [h].
-        cross: sum of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are kept, as the next two.
-        moments: sum of x x^T [h, d_in, d_in], on and above the diagonal.
-        predicted: sum of combinations of r with x [h, combinations, d_in].
-    """
-
-    inputs: torch.Tensor
-    residuals: torch.Tensor
-    mass: torch.Tensor
-    tokens: torch.Tensor
+    inputs: torch.Tensor  # of x [d_in]
+    residuals: torch.Tensor  # of r [d_out]
+    mass: torch.Tensor  # of the weights w_x []
+    tokens: torch.Tensor  # how many tokens [h]
+    # Of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are held, as the next two.
     cross: torch.Tensor
-    moments: torch.Tensor
-    predicted: torch.Tensor
+    moments: torch.Tensor  # of x x^T [h, d_in, d_in], on and above the diagonal
+    predicted: torch.Tensor  # of combinations of r with x [h, combinations, d_in]
 
 
 class RidgeRegression:
@@ -117,9 +102,6 @@ class RidgeRegression:
         prior: P [d_in, d_in], symmetric and positive definite; by default no direction is held more.
         tokens: how many tokens this process will add, if that is known.
         ranks: the processes that share the tokens.
-
-    Attributes:
-        tokens: how many tokens have been added by all processes.
     """
 
     def __init__(
@@ -155,10 +137,10 @@ class RidgeRegression:
         )
         # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self._rows_before = 0  # the current task's
+        self._earlier = 0  # how many of these are of the tasks before the current one
         self._masses: list[torch.Tensor] = []
         self._halved = ridge is None  # whether each task has samples in both halves
-        self.tokens = 0
+        self.tokens = 0  # that all processes have added
 
     def add(self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
         """Add tokens of the current task.
@@ -200,17 +182,17 @@ class RidgeRegression:
         for total, part in zip(vars(self._all).values(), vars(task).values(), strict=True):
             total.addcmul_(part, weight)
             part.zero_()
-        for inputs, residuals, _ in self._rows[self._rows_before :]:
+        for inputs, residuals, _ in self._rows[self._earlier :]:
             inputs *= weight.sqrt()
             residuals *= weight.sqrt()
-        self._rows_before = len(self._rows)
+        self._earlier = len(self._rows)
 
     def _norm_of_task(self) -> torch.Tensor:
         """|sum_x w_x x x^T|_F of the current task, without the dimensions that would decide it alone."""
         if self._few:
-            if len(self._rows) == self._rows_before:
+            if len(self._rows) == self._earlier:
                 return self._task.mass
-            inputs = torch.cat([rows for rows, *_ in self._rows[self._rows_before :]])
+            inputs = torch.cat([rows for rows, *_ in self._rows[self._earlier :]])
             # Tokens by tokens or dimensions by dimensions, the norm is the same.
             return gram(inputs[:, not_decisive(inputs.square().sum(0))].T).norm()
         moments = mirror(self._task.moments.sum(0))

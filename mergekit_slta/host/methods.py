@@ -23,7 +23,7 @@ from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.model import SolvedModel, solve_model
+from mergekit_slta.featcal.solution import SolvedModel, solve_model
 from mergekit_slta.layers.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.models.checkpoint import is_finite, weighted_sum
 from mergekit_slta.recipe.experiment import Experiment

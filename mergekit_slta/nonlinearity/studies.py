@@ -18,7 +18,7 @@ import torch
 
 from mergekit_slta.engine.loop import layer_bar, pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Tasks, share
+from mergekit_slta.engine.streams import Tasks, samples_here
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -176,7 +176,7 @@ class Plan:
         for number, study in enumerate(self.studies, 1):
             tasks, doing = self._tasks_of(study), f"Measuring linearity, study {number} of {len(self.studies)}"
             interpolation = Interpolation(self.decoder, self.models, tasks, self.ranks, self.levels, study.settings)
-            prompts = share(self.decoder, tasks, self.ranks)
+            prompts = samples_here(self.decoder, tasks, self.ranks)
             with layer_bar(doing, self.models, len(layers), prompts, quiet or not self.ranks.first) as progress:
                 grams = pass_layers(interpolation, progress=progress)
             members = tuple(self.names[expert] for expert in study.experts)

@@ -110,10 +110,10 @@ class _Calibration(LayerMethod[Grams]):
         return self._keep(measured)
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], found: Tensors, streams: Streams, report: Progress
+        self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Take over the Gram matrices of a layer's file, and run the layer without measuring its submodules again."""
-        self.grams |= found
+        self.grams |= stored
         for number, batch in enumerate(streams.batches):
             for stream in self.followed:
                 streams.run_layer(stream, number, weights[stream])

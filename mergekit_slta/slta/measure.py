@@ -16,7 +16,7 @@ import torch
 from mergekit_slta.data.sources import CalibrationData, source_name
 from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.streams import share
+from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
@@ -133,7 +133,7 @@ def _run_models(
     """Run the models on the samples; the layers that are finished in the folder are not measured again."""
     ranks, decoder = experiment.ranks, experiment.running_decoder
     tasks = [samples.token_ids for samples in data]
-    models, prompts = [experiment.base, *experiment.experts], share(decoder, tasks, ranks)
+    models, prompts = [experiment.base, *experiment.experts], samples_here(decoder, tasks, ranks)
     doing = f"Calibrating {', '.join(info.levels)}"
     with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
         grams = calibrate(decoder, models, tasks, info.levels, partial=partial, ranks=ranks, progress=progress)

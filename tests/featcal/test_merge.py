@@ -142,7 +142,7 @@ def test_batches_and_their_padding_do_not_matter(architecture: str, make_family:
     assert len({len(row) for row in rows}) > 3
     weights = [torch.arange(1.0, len(row) + 1) for row in rows]  # so that each must find its own token
     one_by_one, together = (
-        merged_tensors(family, tmp_path / str(positions), batch_tokens=positions, weights=weights)
+        merged_tensors(family, tmp_path / str(positions), batch_tokens=positions, token_weights=weights)
         for positions in (1, 70)
     )
     assert worst(together, one_by_one) < TOLERANCE
@@ -162,7 +162,7 @@ def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path
     family = make_family("mixtral")
     tasks = family.token_ids()
     weights = [torch.full((len(row),), 1.0 + (number == 0)) for task in tasks for number, row in enumerate(task)]
-    weighted = merged_tensors(family, tmp_path / "weighted", tasks=tasks, weights=weights)
+    weighted = merged_tensors(family, tmp_path / "weighted", tasks=tasks, token_weights=weights)
     repeated = merged_tensors(family, tmp_path / "repeated", tasks=[[task[0], *task] for task in tasks])
     assert worst(weighted, repeated) < regression_rounding(0.1)
 

@@ -36,7 +36,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import feature_merge as solve_features
-from mergekit_slta.featcal.model import SolvedModel
+from mergekit_slta.featcal.solution import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder

@@ -21,9 +21,9 @@ from support.families import Family
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import model as module
-from mergekit_slta.featcal.model import ANSWER_WEIGHT as W
-from mergekit_slta.featcal.model import SolvedModel, solve_model, token_weights
+from mergekit_slta.featcal import solution as module
+from mergekit_slta.featcal.solution import ANSWER_WEIGHT as W
+from mergekit_slta.featcal.solution import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -112,7 +112,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
     assert torch.cat(weights).unique().tolist() == [1.0, W]
-    families.feature_merge(llama, tmp_path / "weighted", tasks=[task.token_ids for task in data], weights=weights)
+    families.feature_merge(llama, tmp_path / "weighted", tasks=[task.token_ids for task in data], token_weights=weights)
     solve(content, tmp_path / "solved")
     assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
 

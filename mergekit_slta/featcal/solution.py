@@ -13,7 +13,7 @@ from safetensors import safe_open
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.streams import share
+from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
@@ -62,14 +62,14 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)
-        total = stages(decoder, head) * share(decoder, tasks, experiment.ranks)
+        total = stages(decoder, head) * samples_here(decoder, tasks, experiment.ranks)
         with progress_bar("Solving", models, total, experiment.quiet) as progress:
             feature_merge(
                 decoder,
                 ActmatAnchor(models, decoder, experiment.recipe.keep_weight),
                 tasks,
                 partial,
-                weights=weights,
+                token_weights=weights,
                 ridge=None if settings.ridge == "auto" else settings.ridge,
                 head=head,
                 ranks=experiment.ranks,
