@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import transformers
 from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
@@ -27,6 +26,7 @@ from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
+from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
 from mergekit_slta.recipe.experiment import Experiment
@@ -166,17 +166,8 @@ def _say_differences(experiment: Experiment, folder: Path) -> None:
 @contextlib.contextmanager
 def joined_ranks() -> Iterator[Ranks]:
     """The processes that torchrun started; all but the first are silent until the end of the block."""
-    with joined() as ranks:
-        log, disabled = transformers.utils.logging, logging.root.manager.disable
-        shown = log.is_progress_bar_enabled()
-        try:
-            if not ranks.first:
-                logging.disable(logging.WARNING)
-                log.disable_progress_bar()
-            yield ranks
-        finally:
-            logging.disable(disabled)
-            (log.enable_progress_bar if shown else log.disable_progress_bar)()
+    with joined() as ranks, contextlib.nullcontext() if ranks.first else silenced(logging.WARNING):
+        yield ranks
 
 
 # The words after a merge

@@ -33,15 +33,12 @@ class Checkpoint:
     Args:
         reference: the model as mergekit refers to it; a LoRA is merged by mergekit first.
         trust_remote_code: mergekit's flag of that name.
-
-    Attributes:
-        bytes_read: how many bytes of tensors have been read, in the checkpoint's own dtype.
     """
 
     def __init__(self, reference: ModelReference, trust_remote_code: bool = False) -> None:
         self.reference = reference
         self.trust_remote_code = trust_remote_code
-        self.bytes_read = 0
+        self.bytes_read = 0  # of tensors, in the checkpoint's own type
         self._layout: Layout | None = None
 
     def __str__(self) -> str:

@@ -40,10 +40,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A stored tensor: its shape, its bytes in the file, and whether it holds integers."""
+    """A stored tensor."""
 
     shape: tuple[int, ...]
-    nbytes: int
+    nbytes: int  # in the file
     integer: bool = False
 
     @property
@@ -72,21 +72,13 @@ def own_types(tensors: Headers) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model without its weights; for a LoRA, the model that it adapts.
+    """A model without its weights; for a LoRA, the model that it adapts."""
 
-    Attributes:
-        reference: the model as the recipe names it.
-        config: its configuration.
-        tensors: its checkpoint's tensors by name.
-        folder: the folder with its files; None for a model on the Hub that has not been downloaded.
-        trust_remote_code: mergekit's flag of that name.
-    """
-
-    reference: ModelReference
+    reference: ModelReference  # as the recipe names it
     config: transformers.PretrainedConfig
-    tensors: Headers
-    folder: Path | None
-    trust_remote_code: bool
+    tensors: Headers  # of its checkpoint, by name
+    folder: Path | None  # None for a model on the Hub that has not been downloaded
+    trust_remote_code: bool  # mergekit's flag of that name
 
     def __str__(self) -> str:
         return str(self.reference)

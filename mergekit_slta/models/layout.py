@@ -9,7 +9,9 @@ makes stored ones from the model's.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -65,6 +67,20 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     return model.eval()
 
 
+@contextlib.contextmanager
+def silenced(level: int) -> Iterator[None]:
+    """No log up to a level, and no progress bars of transformers, until the end of the block."""
+    log, disabled = transformers.utils.logging, logging.root.manager.disable
+    shown = log.is_progress_bar_enabled()
+    try:
+        logging.disable(level)
+        log.disable_progress_bar()
+        yield
+    finally:
+        logging.disable(disabled)
+        (log.enable_progress_bar if shown else log.disable_progress_bar)()
+
+
 def language_names(model: transformers.PreTrainedModel) -> frozenset[str]:
     """The names of the tensors of a model's language tower and output head, tied ones by all their names."""
     if model.config.get_text_config() is model.config:
@@ -96,21 +112,13 @@ def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str)
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor of the model.
+    """A stored tensor of the model."""
 
-    Attributes:
-        name: its name in the checkpoint.
-        targets: the model's names of the tensors that it is a part of, or that are parts of it.
-        expert: the number of the mixture's expert whose matrix it is, where a checkpoint has them one by one.
-        pattern: transformers' pattern of such names; None where the stored tensor is the model's.
-        renamed: its name where transformers begins to convert it.
-    """
-
-    name: str
-    targets: tuple[str, ...]
-    expert: int | None = None
-    pattern: str | None = None
-    renamed: str = ""
+    name: str  # in the checkpoint
+    targets: tuple[str, ...]  # the model's names of the tensors that it is a part of, or that are parts of it
+    expert: int | None = None  # of a mixture, whose matrix it is, where a checkpoint has them one by one
+    pattern: str | None = None  # transformers' pattern of such names; None where the stored tensor is the model's
+    renamed: str = ""  # its name where transformers begins to convert it
 
 
 @dataclass
@@ -130,10 +138,6 @@ class Layout:
         model: the model, on the meta device; None if transformers cannot build it: then nothing is known but names.
         stored: the names of the checkpoint's tensors.
         shapes: the shapes of those that the checkpoint may store with rows and columns exchanged.
-
-    Attributes:
-        pieces: the stored tensors of the model, by their names.
-        outside: the stored tensors that the model does not have, such as a head for multi-token prediction.
     """
 
     def __init__(
@@ -143,8 +147,8 @@ class Layout:
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.model = model
-        self.pieces: dict[str, Piece] = {}
-        self.outside: list[str] = []
+        self.pieces: dict[str, Piece] = {}  # the stored tensors of the model, by their names
+        self.outside: list[str] = []  # those that the model does not have, such as a head for multi-token prediction
         self._shapes = shapes or {}
         self._sources: dict[str, _Source] = {}  # by each target
         self._tensors = {} if model is None else model.state_dict(keep_vars=True)

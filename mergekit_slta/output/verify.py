@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Unpack
 
-import transformers
 from mergekit.common import ModelPath, ModelReference, get_auto_cls
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
@@ -25,6 +25,7 @@ from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.fingerprint import other_computation
 from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES
 from mergekit_slta.models.headers import Headers, Model, folder_headers
+from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
@@ -35,17 +36,11 @@ from mergekit_slta.words import listed
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """What a second look at a merged model found; printed, it is sentences.
+    """What a second look at a merged model found; printed, it is sentences."""
 
-    Attributes:
-        problems: what is wrong, one sentence each, in the order of the tensors; empty for a sound merge.
-        tensors: how many tensors were read.
-        notes: files of the base model that the folder lacks, one sentence each.
-    """
-
-    problems: tuple[str, ...]
-    tensors: int
-    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...]  # what is wrong, a sentence each; empty for a sound merge
+    tensors: int  # how many were read
+    notes: tuple[str, ...] = ()  # what programs may miss, a sentence each
 
     def to_json(self) -> str:
         """The fields as JSON."""
@@ -160,7 +155,7 @@ def _loading_problems(
     if base.built is None:
         return
     try:
-        with _silent_transformers():
+        with silenced(logging.CRITICAL):  # transformers prints a table of missing keys
             _, info = get_auto_cls(written.architecture).from_pretrained(
                 written.folder,
                 trust_remote_code=base.trust_remote_code,
@@ -201,21 +196,6 @@ def _tokenizer_problems(experiment: Experiment, owner: ModelReference, merged: M
         known = {token: index for token, index in experiment.tokenizer(owner).get_vocab().items() if index < rows}
         if moved := sorted(token for token, index in known.items() if ids.get(token) != index):
             yield f"The tokenizer in {merged} is not that of {owner}: it has no or another id for {listed(moved)}."
-
-
-@contextmanager
-def _silent_transformers() -> Iterator[None]:
-    """Keep transformers' table of missing keys and its progress bar off the screen."""
-    log = transformers.utils.logging
-    level, shown = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity(log.CRITICAL)
-    log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if shown:
-            log.enable_progress_bar()
 
 
 def _lacking_files(base: Path, folder: Path, config: MergeConfiguration, has_tokenizer: bool) -> Iterator[str]:
