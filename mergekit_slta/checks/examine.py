@@ -142,7 +142,9 @@ def examine(
         partial(space.folders, recipe.settings, out),
     ]
     all_of([*checks, partial(_data, experiment, unwritten)] if recipe.method.runs_models else checks)
-    return [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
+    notes = [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
+    experiment.sources.clear()  # from now on memory is for models
+    return notes
 
 
 def _more_than_a_copy(recipe: Recipe) -> None:

@@ -98,7 +98,6 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     folder = Path(out)
     # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
     notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
-    experiment.sources.clear()
     for note in notes if not experiment.quiet else ():
         click.echo(as_note(note), err=True)
     partial = Partial(folder / PARTIAL_OF_MERGE)

@@ -15,7 +15,7 @@ from support.examining import only, problems, save_random, with_data, with_exper
 from support.families import Family
 from support.hub import serve
 
-from mergekit_slta.checks.examine import check
+from mergekit_slta.checks.examine import check, examine
 from mergekit_slta.recipe.recipe import Recipe
 
 
@@ -103,3 +103,9 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     file.unlink()
     names = ", ".join(map(str, family.experts[:-1]))
     assert only(recipe).startswith(f"The experts {names} and {family.experts[-1]} have no 'calibration': give each a")
+
+
+def test_a_check_leaves_the_prompts_that_were_drawn_and_not_the_files_that_they_are_from(family: Family) -> None:
+    experiment = families.experiment(families.recipe(family, samples=2))
+    examine(experiment, merging=False)
+    assert len(experiment.drawn) == len(family.experts) and not experiment.sources
