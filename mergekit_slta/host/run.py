@@ -115,7 +115,6 @@ def _merged(
     stock: Callable[..., None], experiment: Experiment, merge: Merge, folder: Path, partial: Partial
 ) -> list[str]:
     """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
-    recipe, options = experiment.recipe, experiment.options
     experiment.open()
     experiment.adapt_loaders()
     _say_differences(experiment, folder)
@@ -124,30 +123,39 @@ def _merged(
     merge.prepare(partial)
     if not experiment.ranks.first:
         return []
-    tokenizer = options.copy_tokenizer or recipe.tokenizer_source is not None
-    earlier = entry_files(folder, tokenizer)
+    earlier, recipe = entry_files(experiment, folder), experiment.recipe
     with METHODS[recipe.config.merge_method].merging(merge):
         # The last part of the folder's path is the card's title.
-        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
+        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), experiment.options, recipe.text)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in (experiment.base, *experiment.experts):
         model.refuse_changes()
+    unfinished = _finish(experiment, merge, folder, earlier)
+    partial.remove()
+    return unfinished
+
+
+def _finish(experiment: Experiment, merge: Merge, folder: Path, earlier: Mapping[Path, tuple[int, int]]) -> list[str]:
+    """Complete the folder that mergekit has written: files of the base model, statistics, manifest and card.
+
+    ``earlier`` are its ``entry_files`` before that. Returns what ``_merged`` does.
+    """
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
-    stale = {file: file.replace(f"{file}.old") for file, _ in earlier.items() & entry_files(folder, tokenizer).items()}
+    unchanged = earlier.items() & entry_files(experiment, folder).items()
+    stale = {file: file.replace(f"{file}.old") for file, _ in unchanged}
     unfinished = finish_folder(experiment, folder)
     for file in filter(Path.exists, list(stale)):  # it was copied again
         stale.pop(file).unlink()
     if stale:
         names = sorted(str(file.relative_to(folder)) for file in stale)
         LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(names))
-    card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
+    card.renew_beside(folder, merge.solution, getattr(experiment.recipe.settings, "statistics", ""))
     manifest.write(manifest.describe(experiment, merge.solution, folder), folder)
-    if options.write_model_card:
+    if experiment.options.write_model_card:
         try:
-            card.write_card(folder, recipe, merge.solution)
+            card.write_card(folder, experiment.recipe, merge.solution)
         except (SltaError, OSError) as error:  # the model is written: no text of a card may make the merge fail
             LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
-    partial.remove()
     return unfinished
 
 

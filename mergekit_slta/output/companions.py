@@ -150,9 +150,8 @@ def set_aside(experiment: Experiment, folder: Path) -> list[str]:
     known = run_of(folder / files.PARTIAL_OF_MERGE) or any((folder / name).is_file() for name in ours)
     strange = [folder / CARD] if options.write_model_card and not _is_card(folder / CARD) else []
     if not known:
-        tokenizer = options.copy_tokenizer or experiment.recipe.tokenizer_source is not None
         others = [file for pattern in ("config.json", GENERATION, *PROCESSOR) for file in folder.glob(pattern)]
-        strange += [*entry_files(folder, tokenizer), *others]
+        strange += [*entry_files(experiment, folder), *others]
     names = sorted({str(file.relative_to(folder)) for file in strange if file.is_file()})
     for name in names:
         (folder / name).replace(folder / f"{name}.old")
@@ -171,8 +170,9 @@ def open_to_others(folder: Path) -> None:
             file.chmod((folder / "config.json").stat().st_mode)
 
 
-def entry_files(folder: Path, tokenizer: bool) -> dict[Path, tuple[int, int]]:
+def entry_files(experiment: Experiment, folder: Path) -> dict[Path, tuple[int, int]]:
     """The files of a merge that programs read, with inode and time: weights, recipe, card, the tokenizer's files."""
+    tokenizer = experiment.options.copy_tokenizer or experiment.recipe.tokenizer_source is not None
     patterns = [f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json")]
     patterns += [*SHARDS, files.RECIPE_OF_MERGE, *((*TOKENIZER_FILES, *CHAT_TEMPLATES) if tokenizer else ())]
     entries = [file for pattern in patterns for file in folder.glob(pattern)]
