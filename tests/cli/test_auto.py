@@ -11,6 +11,7 @@ import family
 import pytest
 from safetensors.torch import load_file, save_file
 from support.command import run
+from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
 from mergekit_slta.errors import SltaError
@@ -155,5 +156,5 @@ def test_a_lead_is_of_paired_prompts() -> None:
     first, second = [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20
     task = auto.Task("a", {"one": first, "other": second}, 40, 40)
     ahead, error = auto.lead([task], "one", "other")
-    assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5)
-    assert auto.lead([task, task], "one", "other")[1] == pytest.approx(error / 2**0.5)
+    assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5, abs=IN_FLOAT64)
+    assert auto.lead([task, task], "one", "other")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)

@@ -110,7 +110,8 @@ def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
         assert solution.condition[name] == alone.condition
         draws = solver.bootstrap(statistics.grams[name], statistics.task, 20, seed=3, **settings)
         assert torch.equal(with_errors.alpha_std[name], draws.std(0))
-        assert torch.allclose(with_errors.intervals(0.8)[name], draws.quantile(torch.tensor([0.1, 0.9]).double(), 0))
+        interval = draws.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64), 0)
+        assert torch.allclose(with_errors.intervals(0.8)[name], interval, rtol=0, atol=SOLVED_IN_FLOAT64)
     cells = [cell for row in with_errors.table().rows for cell in row if "±" in cell]
     assert len(cells) > 3 and cells[0] in repr(with_errors) and "±" not in repr(solution)
 
@@ -226,7 +227,7 @@ def test_weights_of_ones_own_get_their_shares_and_a_recipe(statistics: Statistic
             expected = torch.as_tensor(given[name] if isinstance(given, dict) else given, dtype=torch.float64)
             assert torch.equal(alpha, expected.expand(3))
             shares = torch.stack([kept_by_definition(statistics, name, alpha, task) for task in range(3)])
-            assert torch.allclose(solution.retained[name], shares)
+            assert torch.allclose(solution.retained[name], shares, rtol=0, atol=SOLVED_IN_FLOAT64)
         assert solution.notes() == [] and "±" not in str(solution)
     best = statistics.solve("layer", ridge=0.1)
     assert torch.equal(statistics.solution(best.alpha, "layer").retained["layer.1"], best.retained["layer.1"])
