@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -174,35 +173,28 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
         aligned: whether mergekit puts the rows of embeddings in the order of another tokenizer.
 
     Raises:
-        SltaError: one sentence for all models that lack the same.
+        SltaError: what models lack, or have beyond the base model, a sentence each.
     """
     base, *experts = models
     refuse(sentence for model in models for sentence in _wrapped(model, base))
     layout = base.layout(base)
-    lacking, more, rowless = (defaultdict[tuple[str, ...], list[Model]](list) for _ in range(3))
-    lacking[tuple(layout.missing())].append(base)
     rows = vocabulary_axes(layout, base.tensors, base.config) if aligned else {}
+    incomplete = " of the model, so it is incomplete: get an undamaged copy."
+    another = f", which the base model {base} lacks, so it was not fine-tuned from {base}: leave it out."
+    unaligned = (
+        f" of the base model {base}, whose rows mergekit cannot put in the order of the recipe's 'tokenizer': leave "
+        "'tokenizer' and 'tokenizer_source' out."
+    )
+    faults = [(base, ": the checkpoint lacks", layout.missing(), incomplete)]
     for expert in experts:
         theirs = expert.layout(base)
         has, may_lack = _merged_tensors(expert, theirs), layout.may_lack(theirs)
-        rowless[tuple(name for name in may_lack if name in rows and name not in has)].append(expert)
-        lacking[tuple(name for name in theirs.lacks(layout) if name not in may_lack)].append(expert)
-        more[tuple(layout.lacks(theirs))].append(expert)
-    trained_elsewhere = f"which the base model {base} lacks, so it was not fine-tuned from {base}: leave it out."
-    unaligned = (
-        f"of the base model {base}, whose rows mergekit cannot put in the order of the recipe's 'tokenizer': leave "
-        "'tokenizer' and 'tokenizer_source' out."
-    )
-    refuse(
-        f"{listed(map(str, having))}{verb} {listed(names)}{rest}"
-        for kinds, verb, rest in (
-            (lacking, ": the checkpoint lacks", " of the model, so it is incomplete: get an undamaged copy."),
-            (more, ": the checkpoint has", f", {trained_elsewhere}"),
-            (rowless, " lacks", f" {unaligned}"),
-        )
-        for names, having in kinds.items()
-        if names
-    )
+        faults += [
+            (expert, ": the checkpoint lacks", [n for n in theirs.lacks(layout) if n not in may_lack], incomplete),
+            (expert, ": the checkpoint has", layout.lacks(theirs), another),
+            (expert, " lacks", [name for name in may_lack if name in rows and name not in has], unaligned),
+        ]
+    refuse(f"{model}{verb} {listed(names)}{rest}" for model, verb, names, rest in faults if names)
 
 
 def _wrapped(model: Model, base: Model) -> Iterator[str]:
@@ -280,16 +272,11 @@ def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
     layout = base.layout(base)
     if base.reference.lora is not None and layout.outside:
         yield f"{listed(layout.outside)} of {base} will be left out: merging its adapter loses them."
-    lacking, more = (defaultdict[tuple[str, ...], list[str]](list) for _ in range(2))
     for expert in experts:
         theirs = expert.layout(base)
         lost = {*layout.may_lack(theirs)} - {*_merged_tensors(expert, theirs)}
-        lacking[tuple(name for name in _merged_tensors(base, layout) if name in lost)].append(str(expert))
-        more[tuple(name for name in theirs.outside if name not in base.tensors)].append(str(expert))
-    for names, without in lacking.items():
-        if names:
+        if names := [name for name in _merged_tensors(base, layout) if name in lost]:
             of_base = f"those of the base model {base}"
-            yield f"{listed(names)}, which {listed(without)} lacks, will be merged as if it had {of_base}."
-    for names, having in more.items():
-        if names:
-            yield f"{listed(names)} of {listed(having)} will be left out, because the base model {base} has none."
+            yield f"{listed(names)}, which {expert} lacks, will be merged as if it had {of_base}."
+        if names := [name for name in theirs.outside if name not in base.tensors]:
+            yield f"{listed(names)} of {expert} will be left out, because the base model {base} has none."
