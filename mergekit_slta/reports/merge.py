@@ -21,6 +21,7 @@ from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
 
 DRAWS = 200  # of the samples, for the intervals of the merging weights
+MOST_DRAWN = 50  # experts; the draws of more take gigabytes
 MEANING = (
     "A feature is the output of a submodule. On the expert's own prompts, 1 means that the merge's submodules give the "
     "expert's outputs, 0 that they are as far from the expert's as the base model's are. The "
@@ -169,7 +170,8 @@ def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
 
 def _weights(solution: Solution) -> list[list[str]]:
     """The merging weights [S, T] in words, with their intervals where they are known."""
-    drawn = {} if solution.given else solution.bootstrap(DRAWS).intervals()
+    known = not solution.given and len(solution.models) <= MOST_DRAWN
+    drawn = solution.bootstrap(DRAWS).intervals() if known else {}
     unknown = torch.full((2, len(solution.models)), math.nan)
     return [
         [

@@ -500,7 +500,7 @@ def writing(name: str, method: str = "slta", size: int = 0) -> Edit:
     def change(case: Case) -> None:
         (case.folder / "file").write_text("")
         grow(case.base, size)
-        case.use(method, experts=[0]).run(**{"out_path": case.folder / name} if name else {})
+        case.use(method, experts=[0, 1]).run(**{"out_path": case.folder / name} if name else {})
 
     return change
 
