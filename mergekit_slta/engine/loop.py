@@ -180,7 +180,7 @@ def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, r
                 tensors = method.take_layer(layer, reader.take(layer), streams, report)
                 if partial is not None and ranks.first:
                     partial.finish_layer(layer, tensors)
-            streams.advance()
+            streams.layer += 1
     return method.finish(streams, report)
 
 

@@ -297,10 +297,6 @@ class Streams:
                 self._returned_bytes += _nbytes(output)
         return run
 
-    def advance(self) -> None:
-        """Move on to the following layer."""
-        self.layer += 1
-
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
         """Each sample's row, and its hidden states [S, D] of every stream after the last layer."""
         streams = {stream for stream, _ in self._waiting}

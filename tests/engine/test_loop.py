@@ -23,10 +23,15 @@ from mergekit_slta.slta.measure import measure
 Run = Callable[[Recipe, Family], object]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """All that bars show, each step of them."""
-    file = io.StringIO()
+    """All that bars show on a terminal, each step of them."""
+    file = Terminal()
     monkeypatch.setattr(module, "tqdm", functools.partial(tqdm, file=file, mininterval=0, miniters=1, ncols=200))
     return file
 
