@@ -100,22 +100,16 @@ def hidden_of(returned: Any) -> Any:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How a model calls its layers, and what they return.
+    """How a model calls its layers, and what they return."""
 
-    Attributes:
-        stacked: whether layers are given several hidden states per token as [n, B, S, D]; here they are [B, S, n, D]
-            everywhere else.
-        handed: by argument of a layer, the position in the return value of the layer before where it comes from.
-        returned: for each layer, what the first layer of its type returns for two tokens.
-        state: the tensors that layers pass to later layers beside the hidden states, for one sample of two tokens.
-        causal: whether no token sees a later one.
-    """
-
+    # Whether layers are given several hidden states per token as [n, B, S, D]; everywhere else they are [B, S, n, D].
     stacked: bool = False
+    # By argument of a layer, the position in the return value of the layer before where it comes from.
     handed: Mapping[int | str, int] = field(default_factory=dict)
-    returned: Sequence[Any] = ()
+    returned: Sequence[Any] = ()  # for each layer, what the first layer of its type returns for two tokens
+    # What layers pass to later layers beside the hidden states, for one sample of two tokens.
     state: State = field(default_factory=dict)
-    causal: bool = False
+    causal: bool = False  # whether no token sees a later one
 
 
 class Reached(Exception):
@@ -148,33 +142,22 @@ def own_code_of(part: str) -> Iterator[None]:
 
 @dataclass
 class LayerRun:
-    """The settings of a run of a layer, and its results; hidden states are [B, S, D].
+    """The settings of a run of a layer, and its results; hidden states are [B, S, D]."""
 
-    Attributes:
-        replay: the outputs of modules that need not run again.
-        capture, keep: the modules whose inputs, or outputs, are recorded; the children's outputs always are.
-        until: the module at whose call the run ends.
+    replay: Mapping[str, Any] = field(default_factory=dict)  # the outputs of modules that need not run again
+    capture: Collection[str] = ()  # the modules whose inputs are recorded
+    keep: Collection[str] = ()  # the modules whose outputs are recorded, as the children's always are
+    until: str | None = None  # the module at whose call the run ends
 
-        returned, output: what the layer returns, and its output in that; None if the run ended before.
-        inputs: the arguments of the modules in ``capture`` and ``until``, in the order of the calls.
-        outputs: the outputs of the layer's children and of the modules in ``keep``, in the order of the calls.
-        repeated: the children and modules in ``capture`` that were called more than once; inputs are of the last call.
-        opened: the children whose parts the layer has called by itself.
-        state: the tensors that the layer passes to later layers.
-    """
-
-    replay: Mapping[str, Any] = field(default_factory=dict)
-    capture: Collection[str] = ()
-    keep: Collection[str] = ()
-    until: str | None = None
-
-    returned: Any = None
-    output: Any = None
+    returned: Any = None  # what the layer returns; None if the run ended before
+    output: Any = None  # the hidden states in that
+    # The arguments of the modules in ``capture`` and ``until``, and the outputs; each in the order of the calls.
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
+    # The children and modules in ``capture`` that were called more than once; their inputs are of the last call.
     repeated: set[str] = field(default_factory=set)
-    opened: set[str] = field(default_factory=set)
-    state: State = field(default_factory=dict)
+    opened: set[str] = field(default_factory=set)  # the children whose parts the layer has called by itself
+    state: State = field(default_factory=dict)  # what the layer passes to later layers
     _running: str = ""
 
     def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,32 +281,24 @@ def fresh(model: torch.nn.Module) -> Callable[[], None]:
 class Decoder:
     """The decoder of one architecture, without weights.
 
-    Attributes:
-        model: the whole model on the meta device.
-        tower: the language tower of a multimodal model, or the whole of another one.
-        body: the part of the model that turns token ids into the first layer's input and contains the layers: the model
-            without its output head, or the language tower where that cannot run without images.
-        layers: the decoder layers.
-        device: where layers run.
-        trust_remote_code: mergekit's flag of that name.
-        restore: puts the model into the state in which it was built.
-        runs: the layers' modules report to the last run in it.
-        form: how the model calls its layers.
-        structures: for each layer how it splits into branches.
-        tail_problem: why the logits cannot be computed from the last layer's output alone, if they cannot.
+    A tensor has three names: the checkpoint's (``stored``), which a ``Layout`` turns into the model's; the model's
+    (``name``), which is the first one of a tensor with several; and the one inside its layer (``key``), the model's
+    without the beginning. A submodule's name (``levels.py``) is none of these: it names a part of the model.
     """
 
-    model: transformers.PreTrainedModel
-    tower: torch.nn.Module
+    model: transformers.PreTrainedModel  # the whole model on the meta device
+    tower: torch.nn.Module  # the language tower of a multimodal model, or the whole of another one
+    # What turns token ids into the first layer's input and contains the layers: the model without its output head, or
+    # the language tower where the model cannot run without images.
     body: torch.nn.Module
     layers: torch.nn.ModuleList
-    device: torch.device
-    trust_remote_code: bool
-    restore: Callable[[], None]
-    runs: list[LayerRun]
+    device: torch.device  # where layers run
+    trust_remote_code: bool  # mergekit's flag of that name
+    restore: Callable[[], None]  # puts the model into the state in which it was built
+    runs: list[LayerRun]  # the layers' modules report to the last run in it
     form: LayerForm = field(default_factory=LayerForm)
-    structures: Sequence[LayerStructure] = ()
-    tail_problem: str | None = None
+    structures: Sequence[LayerStructure] = ()  # of each layer
+    tail_problem: str | None = None  # why the logits cannot be computed from the last layer's output alone, if so
 
     def __len__(self) -> int:
         return len(self.layers)

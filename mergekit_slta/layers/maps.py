@@ -17,22 +17,14 @@ FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class LinearMap:
-    """One matrix of a layer that is multiplied with features.
+    """One matrix of a layer that is multiplied with features."""
 
-    Attributes:
-        name: its path in transformers' decoder layer, with the expert's number for a mixture's fused map.
-        module: the path of the module that holds it.
-        weight, bias: the names of its tensors inside the layer.
-        transposed: whether the weight is stored as [in, out].
-        expert: the number of the mixture's expert if the weight is [experts, ...].
-    """
-
-    name: str
-    module: str
-    weight: str
+    name: str  # its path in transformers' decoder layer, with the expert's number for a mixture's fused map
+    module: str  # the path of the module that holds it
+    weight: str  # its tensors' names inside the layer
     bias: str | None
-    transposed: bool
-    expert: int | None = None
+    transposed: bool  # whether the weight is stored as [in, out]
+    expert: int | None = None  # the number of the mixture's expert if the weight is [experts, ...]
 
     def matrix(self, weights: Weights) -> torch.Tensor:
         """The map as [out, in]."""
@@ -60,17 +52,12 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one layer's attention.
+    """The heads of one layer's attention."""
 
-    Attributes:
-        count: the number of query heads, ``H``.
-        output: the map that takes all heads' features, o_proj.
-        rows: for each other map of the attention, by name, [out, H] booleans: whether a head depends on a row. A row
-            that reaches the heads only through another map (as in latent attention) belongs to all heads.
-    """
-
-    count: int
-    output: LinearMap
+    count: int  # of query heads, H
+    output: LinearMap  # the map that takes all heads' features, o_proj
+    # For each other map of the attention, by name, [out, H] booleans: whether a head depends on a row. A row that
+    # reaches the heads only through another map (as in latent attention) belongs to all heads.
     rows: dict[str, torch.Tensor]
 
 
@@ -112,19 +99,12 @@ def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
 
 
 class RoutedInputs(NamedTuple):
-    """The inputs of a mixture's routed experts for ``n`` tokens.
+    """The inputs of a mixture's routed experts for ``n`` tokens."""
 
-    Attributes:
-        values: [m, D], the inputs.
-        routes: [m, k] int64, the experts that each input goes to.
-        tokens: [m] int64, the number of each input's token.
-        places: [m] int64, the place of each input among all that the module is given for the tokens.
-    """
-
-    values: torch.Tensor
-    routes: torch.Tensor
-    tokens: torch.Tensor
-    places: torch.Tensor
+    values: torch.Tensor  # [m, D], the inputs
+    routes: torch.Tensor  # [m, k] int64, the experts that each input goes to
+    tokens: torch.Tensor  # [m] int64, the number of each input's token
+    places: torch.Tensor  # [m] int64, the place of each input among all that the module is given for the tokens
 
 
 def routed_inputs(given: Sequence[torch.Tensor], experts: int, positions: torch.Tensor | None = None) -> RoutedInputs:

@@ -31,19 +31,13 @@ class Interpolation(LayerMethod[Grams]):
 
     Memory holds one layer of the base model, of each expert and of one setting, and the features of all settings on
     one batch. At level ``model`` each setting has its own stream of hidden states.
-
-    Attributes:
-        models: the base model, then the ``T`` experts.
-        levels: the levels to measure.
-        settings: [K, T] float64.
-        grams: submodule name to [N, K, K] float64, rows ordered by task, then by sample.
     """
 
-    levels: Sequence[str]
-    settings: torch.Tensor
+    levels: Sequence[str]  # to measure
+    settings: torch.Tensor  # [K, T] float64
 
     def __post_init__(self) -> None:
-        self.grams: Grams = {}
+        self.grams: Grams = {}  # [N, K, K] float64, rows ordered by task, then by sample
 
     def sources(self) -> list[list[Source]]:
         """The base model's stream; level ``model`` also needs each setting's own."""

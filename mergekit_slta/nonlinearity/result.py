@@ -53,28 +53,20 @@ Metrics = dict[str, dict[str, dict[str, dict[str, Value]]]]
 
 @dataclass(frozen=True, repr=False)
 class Linearity(Paragraphs):
-    """How linear models and submodules are in their weights; printed, it is a table.
+    """How linear models and submodules are in their weights; printed, it is a table."""
 
-    Attributes:
-        experts: the experts' names.
-        levels: the levels that were measured.
-        samples: how many samples each expert has.
-        metrics: ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over
-            samples), ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge,
-            and ``cosine_base`` (Eq. 17; over samples).
-        maps: level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
-        skipped: level -> expert or "A+B" -> how many times a sample was left out of a submodule because a feature
-            delta is zero.
-        members: the experts' names of each "A+B".
-    """
-
-    experts: tuple[str, ...]
-    levels: tuple[str, ...]
-    samples: tuple[int, ...]
+    experts: tuple[str, ...]  # their names
+    levels: tuple[str, ...]  # that were measured
+    samples: tuple[int, ...]  # how many each expert has
+    # ``non_linearity`` (Eq. 19; over samples), ``distance_0.0`` ... ``distance_1.0`` (Table 18; over samples),
+    # ``projection_distance`` (Eq. 8) and ``cosine_merge`` (Eq. 16), both over the settings of a merge, and
+    # ``cosine_base`` (Eq. 17; over samples).
     metrics: Metrics
+    # Level -> expert -> submodule -> [N + 1, N + 1], the mean distances of Figure 6.
     maps: dict[str, dict[str, dict[str, torch.Tensor]]]
+    # Level -> expert or "A+B" -> how often a sample was left out of a submodule because a feature delta is zero.
     skipped: dict[str, dict[str, int]]
-    members: dict[str, tuple[str, ...]]
+    members: dict[str, tuple[str, ...]]  # the experts' names of each "A+B"
 
     def groups(self) -> dict[str, str]:
         """The kinds of submodules, each with the first level that has such submodules."""

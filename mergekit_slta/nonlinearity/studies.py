@@ -101,15 +101,10 @@ def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Study:
-    """Settings [K, T] whose features are compared, on the data of the experts in them.
+    """Settings whose features are compared, on the data of the experts in them."""
 
-    Attributes:
-        experts: one expert, and the points on the way to it; or several, each of them alone, then their merges.
-        settings: [K, T].
-    """
-
-    experts: tuple[int, ...]
-    settings: torch.Tensor
+    experts: tuple[int, ...]  # one, and the settings are the way to it; or several: each alone, then their merges
+    settings: torch.Tensor  # [K, T]
 
 
 def path_study(expert: int, experts: int) -> Study:

@@ -107,7 +107,7 @@ class _Calibration(LayerMethod[Grams]):
             for stream in self.followed[1:]:
                 streams.run_layer(stream, number, weights[stream])
             report(len(batch.rows))
-        return self._keep(measured)
+        return self._add(measured)
 
     def repeat_layer(
         self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
@@ -124,11 +124,11 @@ class _Calibration(LayerMethod[Grams]):
         if "model" in self.levels:
             edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
             zeros = torch.zeros(self.shape, dtype=torch.float64)
-            self._keep({"model": logit_grams(self.decoder, streams, zeros, lambda: edges)})
+            self._add({"model": logit_grams(self.decoder, streams, zeros, lambda: edges)})
         return self.grams
 
-    def _keep(self, measured: Grams) -> Grams:
-        """Keep the Gram matrices of all ranks' samples."""
+    def _add(self, measured: Grams) -> Grams:
+        """Add the Gram matrices of all ranks' samples."""
         grams = of_all_ranks(measured, self.ranks, self.models[0], self.models[1:])
         self.grams |= grams
         return grams

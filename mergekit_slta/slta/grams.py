@@ -103,15 +103,11 @@ class MapDeltas:
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """Runs of a layer with other weights than the base model's, on the base model's inputs.
+    """Runs of a layer with other weights than the base model's, on the base model's inputs."""
 
-    Attributes:
-        weights: those of the layer's tensors that are needed to tell the heads' features apart.
-        runs: the run of the whole layer by ``WHOLE``, where its output is wanted, and by branch the run in which all
-            other branches return what they return in the base model.
-    """
-
-    weights: Weights
+    weights: Weights  # those of the layer's tensors that are needed to tell the heads' features apart
+    # By ``WHOLE`` the run of the whole layer, where its output is wanted; by branch the run in which all other branches
+    # return what they return in the base model.
     runs: Mapping[str, LayerRun]
 
 

@@ -40,20 +40,20 @@ class TensorWeights:
         self.layout = layout or Layout(decoder.model, decoder.tensor_names)
         self.level = level
         self.solutions = solutions
-        self.kept = torch.zeros_like(next(iter(solutions.values())).alpha)  # of tensors that stay the base model's
+        self._none = torch.zeros_like(next(iter(solutions.values())).alpha)  # of tensors that stay the base model's
         self._maps = [linear_maps(layer) for layer in decoder.layers]
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
         names = [submodules(decoder, level, layer) for layer in range(len(decoder))]
         self._parts = list(map(Parts.of, names))
-        if missing := [name for inside in names for name in inside if name not in solutions]:
+        if missing := [name for of_layer in names for name in of_layer if name not in solutions]:
             raise SltaError(
                 f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they belong to "
                 "another version or another model, so measure again into another file."
             )
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, stored: str) -> torch.Tensor:
         """The merging weights of a tensor, by its name in a checkpoint or in mergekit's plan.
 
         At ``attn_mlp``, for example, ``model.layers.3.mlp.up_proj.weight`` is in the branch ``mlp`` of layer 3 and
@@ -65,9 +65,9 @@ class TensorWeights:
         Raises:
             SltaError: the tensor belongs to no branch of its layer.
         """
-        piece = self.layout.pieces.get(name)
+        piece = self.layout.pieces.get(stored)
         if piece is None:
-            return self.kept
+            return self._none
         by_target = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
         first, *others = by_target.values()
         if piece.pattern is None or (first.ndim == 1 and all(torch.equal(first, other) for other in others)):
@@ -76,44 +76,44 @@ class TensorWeights:
         def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
             return by_target[target][expert].expand(self.decoder.model.state_dict()[target].shape)
 
-        return torch.stack([self.layout.restore(name, partial(spread, expert)) for expert in range(len(first))])
+        return torch.stack([self.layout.restore(stored, partial(spread, expert)) for expert in range(len(first))])
 
     def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
         if name not in self.decoder.language_tensors:
-            return self.kept
+            return self._none
         if self.level == "model":
             return self.solutions["model"].alpha
         path = self.decoder.layers_path + "."
         if not name.startswith(path):
-            return self.kept
+            return self._none
         places = self._places.get(self.decoder.first_names.get(name, name), [name])
         parts = [place.removeprefix(path).partition(".") for place in places if place.startswith(path)]
-        alpha = [self._inside(int(number), inside, mixture_expert) for number, _, inside in parts]
+        alpha = [self._of_layer(int(number), key, mixture_expert) for number, _, key in parts]
         return alpha[0] if len(alpha) == 1 else torch.stack(alpha).mean(0)
 
-    def _inside(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
+    def _of_layer(self, layer: int, key: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a layer's tensor."""
         parts = self._parts[layer]
         if parts.maps:
-            return self._of_map(layer, inside, mixture_expert)
+            return self._of_map(layer, key, mixture_expert)
         if not parts.branches and not parts.heads:
             return self._alpha(layer)
-        alpha = [self._of_branch(layer, inside, branch) for branch in self._branches(layer, inside)]
+        alpha = [self._of_branch(layer, key, branch) for branch in self._branches(layer, key)]
         return torch.stack(alpha).mean(0)
 
     def _alpha(self, layer: int, part: str = "") -> torch.Tensor:
         return self.solutions[submodule_name(layer, part)].alpha
 
-    def _branches(self, layer: int, inside: str) -> list[str]:
+    def _branches(self, layer: int, key: str) -> list[str]:
         """The branches that a tensor serves."""
         split = self.decoder.structures[layer]
-        branches = [branch for branch, children in split.branches.items() if inside.partition(".")[0] in children]
+        branches = [branch for branch, children in split.branches.items() if key.partition(".")[0] in children]
         if not branches:
-            raise SltaError(f"The tensor {inside} of layer {layer} feeds neither of its branches: use 'level: layer'.")
+            raise SltaError(f"The tensor {key} of layer {layer} feeds neither of its branches: use 'level: layer'.")
         return branches
 
-    def _of_branch(self, layer: int, inside: str, branch: str) -> torch.Tensor:
+    def _of_branch(self, layer: int, key: str, branch: str) -> torch.Tensor:
         """The weights of a branch, or of heads.
 
         Query rows and output columns take the weights of their own head, key and value rows the mean of the heads that
@@ -125,29 +125,29 @@ class TensorWeights:
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
-        if inside == output.weight:
-            columns = self.decoder.layers[layer].state_dict()[inside].shape[0 if output.transposed else 1]
+        if key == output.weight:
+            columns = self.decoder.layers[layer].state_dict()[key].shape[0 if output.transposed else 1]
             spread = alpha.repeat_interleave(columns // heads.count, 0).T  # [T, columns]
             return spread[:, :, None] if output.transposed else spread[:, None, :]
         for linear_map in self._maps[layer]:
-            if linear_map.name in heads.rows and inside in (linear_map.weight, linear_map.bias):
+            if linear_map.name in heads.rows and key in (linear_map.weight, linear_map.bias):
                 belongs = heads.rows[linear_map.name].double()
                 rows = (belongs @ alpha / belongs.sum(1, keepdim=True)).T  # [T, rows]
-                if inside == linear_map.bias:
+                if key == linear_map.bias:
                     return rows
                 return rows[:, None, :] if linear_map.transposed else rows[:, :, None]
         return alpha.mean(0)
 
-    def _of_map(self, layer: int, inside: str, mixture_expert: int | None) -> torch.Tensor:
+    def _of_map(self, layer: int, key: str, mixture_expert: int | None) -> torch.Tensor:
         """The weights of a linear map, or where the tensor belongs to none, the mean of its branches or its layer.
 
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
         split = self.decoder.structures[layer]
-        around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, inside)]
+        around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, key)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
-        maps = [m for m in self._maps[layer] if inside in (m.weight, m.bias)]
-        maps = maps or [m for m in self._maps[layer] if inside.startswith(f"{m.module}.")]  # such as a router's balance
+        maps = [m for m in self._maps[layer] if key in (m.weight, m.bias)]
+        maps = maps or [m for m in self._maps[layer] if key.startswith(f"{m.module}.")]  # such as a router's balance
         if not maps:
             return mean
         solutions = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
@@ -156,7 +156,7 @@ class TensorWeights:
         )  # [1 or mixture, T]
         if maps[0].expert is None:
             return alpha[0]
-        stack = self.decoder.layers[layer].state_dict()[inside]
+        stack = self.decoder.layers[layer].state_dict()[key]
         alpha = torch.cat([alpha, mean.expand(len(stack) - len(alpha), -1)])  # of experts that multiply by nothing
         if mixture_expert is not None:
             return alpha[mixture_expert]
