@@ -41,7 +41,7 @@ ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")
 ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call
 SYSTEM = ("system", "system_prompt")  # a conversation's system prompt in a field of its own
-REASON = "the reasoning"
+REASON, CALLED = "the reasoning", "the tool calls"  # parts that a chat template may leave out
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
 # What only a template of a recipe names.
 UNREAD = ("context", "passage", "choices", "options", "history", "functions", *MEDIA)
@@ -269,7 +269,8 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
         thinking = partial(render, enable_thinking=True, thinking=True)
         if (longer := _attempt(thinking, turns)) and REASON not in (lacking := _left_out(turns, tools, longer)):
             render, text, left_out = thinking, longer, lacking
-    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out), unread(record), _as_json(turns))
+    said = json.dumps(turns, ensure_ascii=False, default=str)
+    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out), unread(record), said)
 
 
 def with_system(turns: Turns, record: Record) -> Turns:
@@ -403,15 +404,15 @@ def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[T
             tables = [turn["content"] for turn in form] + [function["arguments"] for function in _functions(form)]
             if any(str(table) in text for table in tables if table and isinstance(table, (list, dict))):
                 raise ValueError("it would print a list or a table")
-            if not _names(_functions(form), text, [_without(turn, "tool_calls") for turn in form]):
+            if CALLED in (left_out := _left_out(form, tools, text)):
                 raise ValueError("it writes no tool calls")
         except (SltaError, MemoryError):
             raise
         except Exception as error:  # of any kind: templates are programs
             reason = first_line(error)
             continue
-        written.append((form, text, _left_out(form, tools, text)))
-        if not written[-1][2]:
+        written.append((form, text, left_out))
+        if not left_out:
             break
     if not written:
         raise UnfitRecord(f"{where} does not fit the chat template ({reason}): give the expert a 'template'.")
@@ -427,27 +428,26 @@ def _left_out(turns: Turns, tools: Any, text: str) -> list[str]:
         # Some templates write the results of tools as JSON.
         return all(_squeezed(form) not in squeezed for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
 
+    def unnamed(names: list[str], calls: list[str]) -> bool:  # beside the words and calls in the text
+        return any(text.count(name) <= words.count(name) + calls.count(name) for name in names if name)
+
     thought = "".join(str(last[key]) for key in REASONING if key in last) or _words(last).rpartition("</think>")[0]
     thinks = last["role"] == "assistant" and lacks(thought.strip().removeprefix("<think>"))
-    missing = [turn for turn in turns if lacks(_said(turn))]
-    names = [
-        "the words beside a tool call" if "tool_calls" in turn else f"a turn of the {turn['role']}" for turn in missing
+    unsaid = [turn for turn in turns if lacks(_said(turn))]
+    whose = [
+        "the words beside a tool call" if "tool_calls" in turn else f"a turn of the {turn['role']}" for turn in unsaid
     ]
-    defined = (
-        [tool.get("function", tool) for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
-    )
-    return [REASON] * thinks + [*dict.fromkeys(names)] + ["the tools"] * (not _names(defined, text, turns))
+    words = "\n".join(_said(turn) for turn in turns if turn not in unsaid)
+    called = [str(function.get("name", "")) for function in _functions(turns)]
+    tables = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    defined = [str(table.get("name", "")) for tool in tables if isinstance(table := tool.get("function", tool), dict)]
+    functions = {CALLED: unnamed(called, []), "the tools": unnamed(defined, called)}
+    return [REASON] * thinks + [*dict.fromkeys(whose)] + [what for what, is_lacking in functions.items() if is_lacking]
 
 
 def _functions(turns: Turns) -> list[dict[str, Any]]:
     """The functions that the turns call."""
     return [call["function"] for turn in turns for call in turn.get("tool_calls", [])]
-
-
-def _names(functions: list[dict[str, Any]], text: str, turns: Turns) -> bool:
-    """Whether a text has each function's name more often than the turns have it."""
-    words, names = _as_json(turns), {str(function["name"]) for function in functions if "name" in function}
-    return all(text.count(name) > words.count(name) for name in names if name)
 
 
 def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
@@ -481,10 +481,6 @@ def _words(turn: dict[str, Any]) -> str:
 def _said(turn: dict[str, Any]) -> str:
     """What a turn says, an assistant's after it has thought."""
     return _words(turn).rpartition("</think>")[2] if turn["role"] == "assistant" else _words(turn)
-
-
-def _as_json(turns: Turns) -> str:
-    return json.dumps(turns, ensure_ascii=False, default=str)
 
 
 def _attempt(render: Render, turns: Turns) -> str | None:

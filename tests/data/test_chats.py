@@ -177,6 +177,7 @@ def test_a_conversation_is_changed_as_the_template_needs_it(
     [
         (STRICT, [SYSTEM, ASKED, *SAID], "roles must alternate"),
         (PRINTED, CALLED, "it writes no tool calls"),
+        (PRINTED, [turn("user", "find a"), CALLED[1]], "it writes no tool calls"),
         (PRINTED, [ASKED, turn("tool", [{"temp": 20}])], "it would print a list or a table"),
     ],
 )
@@ -315,10 +316,18 @@ CALLS_ALONE = TOOLS.replace("{{ m.content }}", "{% if m.tool_calls is not define
 OBEYED = "{% for m in messages %}[{{ m.role }}]{{ m.content | replace('/no_think', '') }}{% endfor %}"
 
 
+@pytest.mark.parametrize("tools", [None, SCHEMA])
+def test_a_result_with_the_tools_name_which_the_template_does_not_write_is_no_call(tools: Any, tmp_path: Path) -> None:
+    unnamed = TOOLS.replace("(m.name + ':' if m.name is defined else '')", "''")
+    chat = [*CALLED, turn("tool", "42", name="find"), turn("assistant", "It is 42, find says.")]
+    row, _, answer = shown({"messages": chat, "tools": tools}, unnamed, tmp_path)
+    assert row == by_hand(chat, tools, unnamed, tmp_path) and answer == "It is 42, find says."
+
+
 def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chat = [ASKED, turn("assistant", "Let me see.", tool_calls=CALLED[1]["tool_calls"])]
+    chat = [ASKED, turn("assistant", "Let me find it.", tool_calls=CALLED[1]["tool_calls"])]
     _, _, answer = shown({"messages": chat}, CALLS_ALONE, tmp_path)
     assert answer == '<calls>find {"q": "a", "n": 3}</calls>'
     assert "leaves out the words beside a tool call of 1 of 1 prompts" in caplog.text
