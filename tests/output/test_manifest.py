@@ -6,16 +6,20 @@ import hashlib
 import shutil
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mergekit.common import ModelReference
 from safetensors import safe_open
 from support import families
 from support.copies import edit_tensors
 from support.families import Family
 
+from mergekit_slta.data import sources
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.output import manifest
 from mergekit_slta.output.manifest import Manifest, commit, read
 from mergekit_slta.recipe.settings import SETTINGS
 
@@ -139,3 +143,13 @@ def test_it_has_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
     assert commit() == "abc"
+
+
+def test_revisions_are_the_commits_of_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the Hub's for models and adapters, of ``datasets``' for data; else what the recipe names."""
+    folders = Path("/hub/models--org--base/snapshots") / ("a" * 40), Path("/runs/adapter")
+    monkeypatch.setattr(manifest, "source_folders", lambda model, cache: folders)
+    assert manifest._revision(ModelReference.parse("org/base@main+org/adapter@v1")) == f"{'a' * 40}+v1"
+    assert manifest._revision(ModelReference.parse("org/base")) == "a" * 40
+    cached: Any = SimpleNamespace(cache_files=[{"filename": f"/c/org___set/default/0.0.0/{'e' * 40}/set-train.arrow"}])
+    assert sources._revision(cached) == "e" * 40 and sources._revision([{"text": "a"}]) == ""
