@@ -5,7 +5,6 @@ No tensor is read.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,9 +12,6 @@ from typing import Any
 
 import torch
 from mergekit.common import ModelPath, ModelReference
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.tuners.tuners_utils import BaseTuner
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import (
@@ -59,39 +55,20 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
 
 
 def _full_precision(model: Model) -> None:
-    """Refuse quantized tensors."""
-    method, narrow = _quantization(model), _narrow(model)
-    if method:
-        kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method, object)
-        # save_pretrained writes the format of the quantized checkpoint by default.
-        fix = (
-            f"load it in transformers with quantization_config={kind.__name__}(dequantize=True) and save it with "
-            "save_pretrained(FOLDER, save_original_format=False)"
-        )
-        if "dequantize" not in inspect.signature(kind).parameters:
-            fix = "dequantize it first"
+    """Refuse quantized tensors: by the configuration, or weights in 8 bits or fewer."""
+    configs = (model.config, model.config.get_text_config())
+    if entry := next(filter(None, (getattr(config, "quantization_config", None) for config in configs)), None):
         raise SltaError(
-            f"{model} is quantized ({method}) by its config.json: name the original checkpoint, or {fix}; or remove "
-            "the entry 'quantization_config', if its tensors are not."
+            f"{model} is quantized ({dict(entry).get('quant_method', 'in some way')}) by its config.json: name the "
+            "original checkpoint, or dequantize it first; or remove the entry 'quantization_config', if its tensors "
+            "are not."
         )
-    if narrow:
+    matrices = {name: header for name, header in model.tensors.items() if name.endswith(("weight", "_blocks"))}
+    if narrow := [name for name, header in matrices.items() if len(header.shape) > 1 and header.width < 2]:
         raise SltaError(
             f"{model} stores {narrow[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
             "dequantize it first."
         )
-
-
-def _narrow(model: Model) -> list[str]:
-    """The weights that are stored in 8 bits or fewer."""
-    matrices = ((name, stored) for name, stored in model.tensors.items() if len(stored.shape) > 1)
-    return [name for name, m in matrices if name.endswith(("weight", "_blocks")) and m.nbytes < 2 * m.count]
-
-
-def _quantization(model: Model) -> str:
-    """How a model is quantized by its configuration; "" if it is not."""
-    text = model.config.get_text_config()
-    given = getattr(model.config, "quantization_config", None) or getattr(text, "quantization_config", None)
-    return str(dict(given).get("quant_method", "in some way")) if given else ""
 
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
@@ -99,20 +76,15 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
     folder, headers = adapter_folder(adapter, cache_dir), adapter_headers(adapter, cache_dir)
     refuse_links(folder, beside_weights(folder))
     settings = adapter_settings(folder)
-    kind = str(settings.get("peft_type"))
-    tuners = {str(known.value): tuner for known, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
-    if kind not in tuners or not issubclass(tuners[kind], BaseTuner):
-        raise SltaError(
-            f"The adapter {adapter} is of the type {kind}, which cannot be merged into a model: leave it out, "
-            "or train a LoRA."
-        )
     if parted := _parted_ends(model, settings, headers):
         raise SltaError(
             f"The adapter {adapter} changes {listed(parted)} of {model.reference.model}, where embedding and output "
             "head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save the "
             "base model with 'tie_word_embeddings' false."
         )
-    if model.built is not None and kind != "SHIRA":  # whose mask peft cannot draw without the weights
+    if (
+        model.built is not None and settings.get("peft_type") != "SHIRA"
+    ):  # whose mask peft cannot draw without the weights
         tensors = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
         with_adapter(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 

@@ -217,6 +217,8 @@ def _unmerged(config: Any, largest: int) -> str:
     """
     if (rank := max(getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values(), 0)) > largest:
         return f"has the rank {rank} in its {ADAPTER_CONFIG}, and smaller matrices: get undamaged copies of its files"
+    if config.is_prompt_learning:
+        return f"is of the type {config.peft_type.value}, which cannot be merged into a model: train a LoRA"
     start = str(getattr(config, "init_lora_weights", ""))
     if "_niter_" in start or start in ("corda", "loftq", "lora_ga"):
         return (

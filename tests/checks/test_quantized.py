@@ -17,7 +17,6 @@ from support.examining import edit_config, only, problems
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 BLOCK = 16  # rows and columns that share an FP8 scale
-SAVE = "save it with save_pretrained(FOLDER, save_original_format=False)"
 MATRICES = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 
@@ -70,9 +69,8 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(
     edit_tensors(folder, quantize)
     edit_config(folder, quantization_config=entry)
     assert only(recipe) == (
-        f"{folder} is quantized ({entry['quant_method']}) by its config.json: name the original checkpoint, or load it "
-        f"in transformers with quantization_config={kind.__name__}(dequantize=True) and {SAVE}; or remove the entry "
-        "'quantization_config', if its tensors are not."
+        f"{folder} is quantized ({entry['quant_method']}) by its config.json: name the original checkpoint, or "
+        "dequantize it first; or remove the entry 'quantization_config', if its tensors are not."
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind(dequantize=True))
     assert torch.equal(model.state_dict()["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])

@@ -247,6 +247,7 @@ KINDS = {
     "osf": other("OSF"),
     "tokens alone": other("TrainableTokens", token_indices=[1, 5], target_modules=["embed_tokens"]),
 }
+VIRTUAL = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
 ONE_TENSOR = "where embedding and output head are one tensor, so it cannot be merged into it: train it on the decoder"
 UNMERGED: dict[str, tuple[Kind, str]] = {
     "pissa by chance": (lora(init_lora_weights="pissa_niter_4"), "that 'init_lora_weights: pissa_niter_4' had changed"),
@@ -255,6 +256,8 @@ UNMERGED: dict[str, tuple[Kind, str]] = {
     "more layers": (lora(layer_replication=[[0, 2], [1, 3]]), "repeats layers ('layer_replication')"),
     "from a token on": (lora(alora_invocation_tokens=[5]), "cannot be merged into"),
     "lily": (other("Lily", r=4), "cannot be merged into"),
+    "prompts": (("PromptTuningConfig", VIRTUAL, PLAIN), "is of the type PROMPT_TUNING, which cannot be merged into"),
+    "prefixes": (("PrefixTuningConfig", VIRTUAL, PLAIN), "is of the type PREFIX_TUNING, which cannot be merged into"),
     "tied, embedding": (lora(TIED, target_modules=["embed_tokens", "q_proj"]), "changes model.embed_tokens of "),
     "tied, head": (lora(TIED, target_modules=["lm_head", "q_proj"]), ONE_TENSOR),
     "tied, whole head": (lora(TIED, modules_to_save=["lm_head"]), ONE_TENSOR),
