@@ -26,7 +26,7 @@ MERGES: dict[str, dict[str, Any]] = {
     "task_arithmetic 0.4": {"merge_method": "task_arithmetic", "parameters": {"weight": 0.4}},
     **{
         f"actmat, ridge {ridge:g}": {"merge_method": "actmat", "parameters": {"ridge": ridge}}
-        for ridge in (0.03, 0.3, 1, 3, 10)
+        for ridge in (0.03, 0.3, 1, 3, 10, 30)
     },
     **{f"featcal, {count} prompts": {"merge_method": "featcal", "parameters": {"samples": count}} for count in (3, 30)},
 }
@@ -88,7 +88,9 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
                     found.setdefault("each adapter alone", []).append(alone.accuracy or 0.0)
         click.echo("from one beginning" if shared else "each from its own beginning")
         for label, scores in found.items():
-            click.echo(f"  {label}: {statistics.mean(scores):.2f} ± {statistics.stdev(scores):.2f}")
+            click.echo(
+                f"  {label}: {statistics.mean(scores):.2f} ± {statistics.stdev(scores) if len(scores) > 1 else 0:.2f}"
+            )
 
 
 if __name__ == "__main__":
