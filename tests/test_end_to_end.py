@@ -12,6 +12,8 @@ from support import families, featcal_reference
 from support.command import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mergekit_slta.engine import loop
+
 
 def loaded(folder: Path) -> Any:
     """A merged model in bfloat16 that transformers loads without complaint."""
@@ -24,7 +26,11 @@ def loaded(folder: Path) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as a user has it: models, data and a recipe that names them by relative paths."""
+    """A folder as a user has it: models, data and a recipe that names them by relative paths.
+
+    Merges say at each step what they do, where there is no terminal for a bar.
+    """
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_LINES", -1)
     family = families.make_family(tmp_path / "work", dtype=torch.bfloat16, experts=2)
     content = families.recipe(family, samples=4, out_dtype="bfloat16", statistics="stats.safetensors")
     content["base_model"] = "./base"
