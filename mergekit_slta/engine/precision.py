@@ -19,22 +19,17 @@ def exact_products() -> Iterator[None]:
     backends: Any = torch.backends
     cuda, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
     with contextlib.ExitStack() as changed:
+
+        def change(owner: Any, name: str, value: object) -> None:
+            changed.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
         with contextlib.suppress(RuntimeError):  # it was set by torch's newer interface, which refuses to be mixed
-            changed.enter_context(_set(cudnn, "allow_tf32", False))
+            change(cudnn, "allow_tf32", False)
         if not hasattr(cuda, "fp32_precision"):  # a torch without the newer interface
-            changed.enter_context(_set(cuda, "allow_tf32", False))
+            change(cuda, "allow_tf32", False)
         else:
             for owner in (cuda, cudnn.conv, mkldnn.matmul, mkldnn.conv):
                 if owner.fp32_precision in ("tf32", "bf16"):  # perhaps from a setting for all backends
-                    changed.enter_context(_set(owner, "fp32_precision", "ieee"))
+                    change(owner, "fp32_precision", "ieee")
         yield
-
-
-@contextlib.contextmanager
-def _set(owner: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
