@@ -126,8 +126,9 @@ def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
         decoder_of(fail)
 
 
-UNUSED = ("trace", "trace_model", "meta_model", "refuse_unless_decoder", "on_device", "_attending_causally")
-HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in UNUSED]
+NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "on_device"}  # called before, or not at all
+NOT_HERE |= {"_attending_causally", "first_line"}
+HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in NOT_HERE]
 OF_TRIALS = ["read_by", "summands", "has_mixed", "confirms", "_run"]
 
 
