@@ -429,20 +429,21 @@ def _left_out(turns: Turns, tools: Any, text: str) -> list[str]:
         return all(_squeezed(form) not in squeezed for form in (words, json.dumps(words, ensure_ascii=False)[1:-1]))
 
     def unnamed(names: list[str], calls: list[str]) -> bool:  # beside the words and calls in the text
-        return any(text.count(name) <= words.count(name) + calls.count(name) for name in names if name)
+        return any(text.count(name) <= words.count(name) + calls.count(name) for name in {*names} if name)
 
     thought = "".join(str(last[key]) for key in REASONING if key in last) or _words(last).rpartition("</think>")[0]
-    thinks = last["role"] == "assistant" and lacks(thought.strip().removeprefix("<think>"))
-    unsaid = [turn for turn in turns if lacks(_said(turn))]
-    whose = [
-        "the words beside a tool call" if "tool_calls" in turn else f"a turn of the {turn['role']}" for turn in unsaid
-    ]
-    words = "\n".join(_said(turn) for turn in turns if turn not in unsaid)
-    called = [str(function.get("name", "")) for function in _functions(turns)]
+    left_out = [REASON] if last["role"] == "assistant" and lacks(thought.strip().removeprefix("<think>")) else []
+    said = list[str]()
+    for turn in turns:
+        if lacks(_said(turn)):
+            left_out.append("the words beside a tool call" if "tool_calls" in turn else f"a turn of the {turn['role']}")
+        else:
+            said.append(_said(turn))
+    words, called = "\n".join(said), [str(function.get("name", "")) for function in _functions(turns)]
     tables = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     defined = [str(table.get("name", "")) for tool in tables if isinstance(table := tool.get("function", tool), dict)]
-    functions = {CALLED: unnamed(called, []), "the tools": unnamed(defined, called)}
-    return [REASON] * thinks + [*dict.fromkeys(whose)] + [what for what, is_lacking in functions.items() if is_lacking]
+    left_out += [CALLED] * unnamed(called, []) + ["the tools"] * unnamed(defined, called)
+    return [*dict.fromkeys(left_out)]
 
 
 def _functions(turns: Turns) -> list[dict[str, Any]]:
