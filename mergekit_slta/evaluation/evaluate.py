@@ -350,7 +350,7 @@ def interval(share: float, number: int) -> tuple[float, float]:
     z = 1.96
     middle, scale = share + z * z / (2 * number), 1 + z * z / number
     half = z * math.sqrt(share * (1 - share) / number + (z / (2 * number)) ** 2)
-    return (middle - half) / scale, (middle + half) / scale
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)  # but for rounding within 0 and 1
 
 
 def _with_interval(score: TaskScore) -> str:
