@@ -121,8 +121,8 @@ def end_of_turn(tokenizer: Any) -> str | None:
 def stop_ids(folder: Path) -> list[int]:
     """The ids of the tokens at which a model stops to generate."""
     generation, config = json_file(folder / GENERATION), json_file(folder / "config.json")
-    given = [part.get("eos_token_id") for part in (generation, config, config.get("text_config", {}))]
-    eos: Any = next((value for value in given if value is not None), [])
+    entries = [part.get("eos_token_id") for part in (generation, config, config.get("text_config", {}))]
+    eos: Any = next((value for value in entries if value is not None), [])
     return eos if isinstance(eos, list) else [eos]
 
 

@@ -108,7 +108,9 @@ def left_out_by_mergekit(model: Model) -> list[str]:
         targets = {name: (name, *piece.targets) for name, piece in layout.pieces.items()}  # some are written by these
         stored = targets | {name: (name,) for name in layout.outside}
         return [
-            name for name, own in stored.items() if not any(model_tensor_name(t, written, model.prefix) for t in own)
+            name
+            for name, names in stored.items()
+            if not any(model_tensor_name(t, written, model.prefix) for t in names)
         ]
     in_layers: dict[str, list[str]] = {}  # the model's names that differ in the number of their layer alone
     for name in layout.model.state_dict() if layout.model else ():
@@ -179,8 +181,8 @@ class AsTheBase(LazyTensorLoader):
 
 def adapt_loaders(layout: Layout, base: ModelReference, experts: Iterable[ModelReference]) -> None:
     """Let mergekit find in each expert what the base model's checkpoint stores, as ``layout`` says."""
-    asked: Collection[str] = {*layout.pieces, *layout.outside}
+    wanted: Collection[str] = {*layout.pieces, *layout.outside}
     for expert in experts:
         loader = LoaderCache().get(expert)
-        if not asked <= loader.index.tensor_paths.keys():
+        if not wanted <= loader.index.tensor_paths.keys():
             LoaderCache.loaders[expert] = AsTheBase(loader, LoaderCache().get(base), layout)

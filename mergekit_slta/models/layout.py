@@ -271,26 +271,26 @@ class Layout:
         if converter is None:
             return values(piece.targets[0], None)
         reverse = converter.reverse_transform()
-        given, first = [], ""
+        parts, first = [], ""
         for target in piece.targets:
             renamed, pattern = reverse.rename_source_key(target)
             tensor = values(target, piece.expert)
-            given.append((pattern, target, tensor if piece.expert is None else tensor[None]))
+            parts.append((pattern, target, tensor if piece.expert is None else tensor[None]))
             first = first or renamed
-        made = self._converted(reverse, first, given)
+        pieces = self._converted(reverse, first, parts)
         wanted = piece.renamed
         if piece.expert is not None:
             assert piece.pattern is not None
             number = re.search(_numbered(piece.pattern), wanted)
             assert number is not None
             start, end = number.span("expert")
-            wanted = f"{wanted[:start]}0{wanted[end:]}"  # the only part that was given
+            wanted = f"{wanted[:start]}0{wanted[end:]}"  # the only one of ``parts``
         assert self.model is not None
-        key = model_tensor_name(wanted, made, self.model.base_model_prefix)
-        assert key is not None, (name, wanted, list(made))
+        key = model_tensor_name(wanted, pieces, self.model.base_model_prefix)
+        assert key is not None, (name, wanted, list(pieces))
         # Reversing the conversion tells by the shapes alone, too, and sees the model's own.
-        exchanged = self.turned(name) and self._shapes[name] != tuple(made[key].shape)
-        return made[key].mT if exchanged else made[key]
+        exchanged = self.turned(name) and self._shapes[name] != tuple(pieces[key].shape)
+        return pieces[key].mT if exchanged else pieces[key]
 
     def turned(self, name: str) -> bool:
         """Whether a matrix is stored with its rows and columns exchanged."""
@@ -301,11 +301,11 @@ class Layout:
         return name in self._shapes and self._shapes[name] != tuple(self._tensors[piece.targets[0]].shape)
 
     def _converted(
-        self, converter: WeightTransform, first: str, given: Iterable[tuple[str | None, str, Any]]
+        self, converter: WeightTransform, first: str, parts: Iterable[tuple[str | None, str, Any]]
     ) -> dict[str, torch.Tensor]:
-        """The results of a conversion by their names; ``given`` has a pattern, a name, and a tensor or its loader."""
+        """The results of a conversion by their names; ``parts`` has a pattern, a name, and a tensor or its loader."""
         conversion: Any = copy.deepcopy(converter)
-        for pattern, name, tensor in given:
+        for pattern, name, tensor in parts:
             assert pattern is not None
             conversion.add_tensor(first, name, pattern, tensor)
         assert self.model is not None

@@ -36,7 +36,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         A sentence for each thing that could not be done; the weights are written by now.
     """
     recipe, owner = experiment.recipe, experiment.recipe.tokenizer_owner
-    base, made, template = recipe.base.model, recipe.tokenizer_source is not None, bool(recipe.config.chat_template)
+    base, aligned, template = recipe.base.model, recipe.tokenizer_source is not None, bool(recipe.config.chat_template)
     (folder / GENERATION).unlink(missing_ok=True)  # of an earlier merge
     problems = [*_copies((*PROCESSOR, CODE), base, folder)]
     try:
@@ -47,13 +47,13 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
         # An adapter that brings the tokenizer has no settings of its own.
         stops_like = owner.model if (_folder(("config.json",), owner.model) / "config.json").is_file() else base
         problems += _copies((GENERATION,), stops_like, folder)
-        if not made and not experiment.options.copy_tokenizer:
+        if not aligned and not experiment.options.copy_tokenizer:
             return problems
         merged = ModelReference(model=ModelPath(path=str(folder)))
-        written: Any = experiment.tokenizer(merged) if made or template else None
-        if not made or written.get_vocab() == experiment.tokenizer(owner).get_vocab():
+        written: Any = experiment.tokenizer(merged) if aligned or template else None
+        if not aligned or written.get_vocab() == experiment.tokenizer(owner).get_vocab():
             problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
-        if made or template:
+        if aligned or template:
             _older_tokenizer(folder, template)
             _older_merges(_folder(TOKENIZER_FILES, owner.model) / TOKENIZER, folder / TOKENIZER)
         if template or owner != recipe.base:
@@ -128,11 +128,11 @@ def _name_tokens(tokenizer: Any, source: Path, folder: Path) -> None:
 
     It stops where that model does, and where its own chat template ends a turn.
     """
-    given, stops = json_file(source / "config.json"), stop_ids(source) or [tokenizer.eos_token_id]
+    source_config, stops = json_file(source / "config.json"), stop_ids(source) or [tokenizer.eos_token_id]
     if end := end_of_turn(tokenizer):
         stops = list(dict.fromkeys([tokenizer.convert_tokens_to_ids(end), *stops]))
     eos = {"eos_token_id": stops if len(stops) > 1 else stops[0]}
-    ids = {key: given[key] for key in TOKEN_IDS if key in given} | eos
+    ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config} | eos
     config, generation = json_file(folder / "config.json"), json_file(folder / GENERATION)
     if "text_config" in config:
         config["text_config"] |= {key: value for key, value in ids.items() if key in config["text_config"]}

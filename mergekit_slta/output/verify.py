@@ -107,15 +107,15 @@ def verify(
 
 def _not_as_merged(experiment: Experiment, folder: Path) -> Iterator[str]:
     """In what a folder differs from what its manifest says, and the recipe from the one that was merged."""
-    made = manifest.read(folder)
-    if made is None:
+    recorded = manifest.read(folder)
+    if recorded is None:
         yield f"{folder} has no {MANIFEST_OF_MERGE}, so it holds no merge by this package: is it the recipe's folder?"
         return
-    if clauses := manifest.differences(made, manifest.describe(experiment, whole=False)):
+    if clauses := manifest.differences(recorded, manifest.describe(experiment, whole=False)):
         yield f"{folder} holds another merge, which had {listed(clauses)}: is this the recipe of this folder?"
-    stored = manifest.tensor_table(folder) if made.tensors else {}
-    names = sorted(name for name in made.tensors | stored if stored.get(name) != made.tensors.get(name))
-    wrong = [f"{name} ({_kinds(stored.get(name))} instead of {_kinds(made.tensors.get(name))})" for name in names]
+    stored = manifest.tensor_table(folder) if recorded.tensors else {}
+    names = sorted(name for name in recorded.tensors | stored if stored.get(name) != recorded.tensors.get(name))
+    wrong = [f"{name} ({_kinds(stored.get(name))} instead of {_kinds(recorded.tensors.get(name))})" for name in names]
     if wrong:
         yield f"The tensors are not those that the merge wrote: {listed(wrong)}."
 
