@@ -39,9 +39,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,14 +125,15 @@ def stages(decoder: Decoder, head: LinearMap | None) -> int:
 
 
 def waiting(decoder: Decoder, tokens: int) -> int:
-    """How many bytes of so many tokens wait at most while the layers are solved; see ``waiting_bytes``."""
+    """How many bytes of so many tokens wait at most, but for a batch on its way; see ``waiting_bytes``."""
     width, returned = decoder.model.config.get_text_config().hidden_size, 0
-    for layer, maps in enumerate(groups_by_layer(decoder)):
-        state, rows = decoder.layers[layer].state_dict(), Counter[str]()  # by child, how wide its maps' outputs are
-        for group in maps.groups:
-            rows[group.child] += width if group.fused else sum(len(m.matrix(state)) for m in group.maps)
-        # Those of one child, and what all children have returned in both streams.
-        returned = max(returned, max(rows.values(), default=0) + 2 * width * len(rows))
+    for groups in (maps.groups for maps in groups_by_layer(decoder)):
+        held = [0] * (len(groups) + 1)  # of a stream that has run as far as a group, or to the layer's end
+        for at, group in enumerate(groups):
+            complete = {other.child for other in groups[:at]} - {group.child}
+            inside = sum(other.returned for other in groups[:at] if other.child == group.child)
+            held[at] = width * len(complete) + inside
+        returned = max(returned, *map(sum, pairwise(held)), 0)  # one stream is a group ahead
     # Whose inputs wait in both streams, too.
     routed = any(group.fused for maps in groups_by_layer(decoder) for group in maps.groups)
     return waiting_bytes(tokens, width, 4 if routed else 2, returned)
