@@ -1,12 +1,16 @@
-"""Sentences for the terminal, in which names and values of other people's files can do no harm."""
+"""Sentences for the terminal: names and values of other people's files do no harm, and a lack of memory is said."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import families, memory
+from support.calibration_samples import write_jsonl
 from support.command import run
+from support.families import Family
 
 from mergekit_slta.checks.examine import Findings
 from mergekit_slta.errors import LONGEST, SltaError, as_note, printable
@@ -48,3 +52,27 @@ def test_a_recipes_value_is_cut_and_escaped_in_messages_and_in_the_log(tmp_path:
     (tmp_path / "recipe.yml").write_text(json.dumps(recipe | {"parameters": {"ridge": "e" * 10**5}}))
     said = run("check", tmp_path / "recipe.yml", code=1).output
     assert "\x1b" not in said and len(said) < 4 * LONGEST
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        ("ask", "transformers.LlamaForCausalLM.from_pretrained"),
+        ("merge", "mergekit_slta.host.methods.merged_task"),
+    ],
+)
+def test_a_lack_of_memory_is_said_and_blames_no_file(
+    command: str, where: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, **settings: Any) -> Any:
+        raise memory.torch_without_memory()
+
+    monkeypatch.setattr(where, full)
+    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(llama, "actmat", calibration=False))
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
+    arguments: dict[str, list[object]] = {
+        "ask": [llama.base, prompts, "--max-new-tokens", 2, "-o", tmp_path / "answers.jsonl"],
+        "merge": [recipe, tmp_path / "out"],
+    }
+    said = run(command, *arguments[command], "--quiet", code=1).output.splitlines()[-1]
+    assert said.startswith("Error: Memory ran out ([enforce fail at") and "merge fewer experts" in said

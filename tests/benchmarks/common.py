@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 VOCABULARY = 2048
 CHANGE = 0.02  # of a weight's own size, what an expert changes
+RANK = 16
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergekit-slta-benchmarks"
 
 _TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
@@ -60,7 +61,9 @@ SHAPES: dict[str, PretrainedConfig] = {
 }
 
 
-def write_models(folder: Path, shape: str, experts: int, layers: int = 0, device: str = "cpu") -> list[Path]:
+def write_models(
+    folder: Path, shape: str, experts: int, layers: int = 0, device: str = "cpu", low_rank: Sequence[int] = ()
+) -> list[Path]:
     """Write a base model and experts with random bfloat16 weights, one shard per layer; returns their folders.
 
     Args:
@@ -69,6 +72,7 @@ def write_models(folder: Path, shape: str, experts: int, layers: int = 0, device
         experts: their number.
         layers: how many of the shape's layers, all by default.
         device: what draws the numbers.
+        low_rank: the numbers of experts, from 1, that change matrices by a product of rank ``RANK``.
     """
     config, template = SHAPES[shape], _template(folder / "template", SHAPES[shape])
     config = type(config).from_dict(config.to_dict() | {"dtype": "bfloat16"})
@@ -87,7 +91,8 @@ def write_models(folder: Path, shape: str, experts: int, layers: int = 0, device
         places: dict[str, str] = {}
         for index, shard in enumerate(shards):
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            save_file(_random(shard, index, number, device), target / file, metadata={"format": "pt"})
+            tensors = _random(shard, index, number, device, number in low_rank)
+            save_file(tensors, target / file, metadata={"format": "pt"})
             places |= dict.fromkeys(shard, file)
         (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
         config.save_pretrained(target)
@@ -106,7 +111,9 @@ def _template(folder: Path, config: PretrainedConfig) -> dict[str, torch.Size]:
     return shapes
 
 
-def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) -> dict[str, torch.Tensor]:
+def _random(
+    shapes: dict[str, torch.Size], shard: int, model: int, device: str, low_rank: bool
+) -> dict[str, torch.Tensor]:
     """The tensors of a shard: the base model's, which all models share, and an expert's change."""
     tensors = {}
     for index, (name, shape) in enumerate(shapes.items()):
@@ -117,7 +124,10 @@ def _random(shapes: dict[str, torch.Size], shard: int, model: int, device: str) 
         value = torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
         if model:
             generator.manual_seed(10**6 * model + 1000 * shard + index)
-            value += CHANGE * torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+            sizes = [(shape[0], RANK), (RANK, shape[-1])] if low_rank else [shape]
+            factors = [torch.randn(size, generator=generator, device=device) for size in sizes]
+            change = factors[0] @ factors[1] / RANK**0.5 if low_rank else factors[0]
+            value += CHANGE * change / shape[-1] ** 0.5
         tensors[name] = value.bfloat16().cpu()
     return tensors
 
