@@ -14,6 +14,7 @@ from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+import click
 import torch
 import transformers
 from mergekit.common import get_auto_cls
@@ -34,10 +35,13 @@ from mergekit_slta.data.records import (
 )
 from mergekit_slta.data.sources import CalibrationSource
 from mergekit_slta.engine.loop import progress_bar
+from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.headers import Model
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.tables import as_size
 from mergekit_slta.words import counted, listed
 
 LOG = logging.getLogger(__name__)
@@ -107,6 +111,10 @@ def ask(
     order = sorted(range(len(asked)), key=lambda number: len(asked[number].ids))
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
     batches = [batch for batch in batches if not answered.keys() >= {*batch}]
+    if batches and not experiment.quiet:
+        longest = max(len(prompt.ids) for prompt in asked)
+        nbytes = _memory(experiment.model(reference), longest, longest + limit, min(BATCH, len(asked)))
+        click.echo(f"Memory: about {as_size(nbytes)}", err=True)
     with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
         loaded = _loaded(experiment, checkpoint, source) if batches else None
         progress("the first prompts", len(asked) - sum(map(len, batches)))
@@ -186,6 +194,19 @@ def _turns(record: Record, where: str) -> Turns:
     raise UnfitRecord(
         f"{where} has no prompt: its fields are {listed(map(str, record)) or 'none'}; name one of them 'prompt'."
     )
+
+
+def _memory(model: Model, prompt: int, answered: int, rows: int) -> int:
+    """The bytes of a whole model as it is stored, and of keys, values and features of rows with so many tokens."""
+    stored, count = (sum(getattr(header, of) for header in model.tensors.values()) for of in ("nbytes", "count"))
+    width, layers, heads = (
+        model.size(name) or 1 for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    )
+    keys = layers * width * (model.size("num_key_value_heads") or heads) // heads
+    numbers = rows * (2 * keys * answered + 20 * width * prompt)
+    return (
+        LIBRARIES + stored + stored // max(count, 1) * numbers + 5 * rows * prompt**2
+    )  # the last is the attention's mask
 
 
 def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationSource) -> Any:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, hidden_size, layer_bytes, map_shapes
+from mergekit_slta.engine.streams import waiting_bytes
 from mergekit_slta.errors import MachineError, SltaError
+from mergekit_slta.featcal.merge import HEAD_ELEMENTS, waiting
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.models.headers import ADAPTER_CONFIG, Headers, Model, TensorHeader
+from mergekit_slta.layers.calls import output_head
+from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.models.headers import ADAPTER_CONFIG, Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import CalibrationSettings, FeatcalSettings, MethodSettings, SftmSettings
+from mergekit_slta.recipe.settings import (
+    ActmatSettings,
+    CalibrationSettings,
+    FeatcalSettings,
+    MethodSettings,
+    SftmSettings,
+    SltaSettings,
+)
 from mergekit_slta.tables import as_size
-
-# What Python and the libraries take: 0.5 GB resident after a tiny merge on a CPU, and 0.75 GB beyond the formula at the
-# peak of an slta merge of three models of 0.07 billion parameters.
-LIBRARIES = 700_000_000
-SUMS = 5  # matrices of the widest map's inputs, while a method solves it
-_LAYER = re.compile(r"^(.*?\.)(\d+)\.")  # the stack of layers, and a layer's number
-_EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")
 
 
 @dataclass(frozen=True)
@@ -67,43 +70,79 @@ def needs(experiment: Experiment) -> Needs:
     recipe = experiment.recipe
     base, dtype = experiment.model(recipe.base), _dtype(recipe.config.out_dtype or recipe.config.dtype)
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
-    solved = [*_layers(base).values()] if isinstance(recipe.settings, FeatcalSettings) else []
+    merged = _stored_bytes(base, dtype)
+    written = min(merged, experiment.options.out_shard_size)
+    running = _running(experiment) if isinstance(recipe.settings, CalibrationSettings) else 0
     return Needs(
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
-        _stored_bytes(base, dtype),
-        4 * sum(map(_count, solved)),
+        merged,
+        _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
         sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(recipe.config.dtype)),
-        _memory(experiment),
+        LIBRARIES + max(running, _merging(experiment, written)),
     )
 
 
-def _memory(experiment: Experiment) -> int:
-    """The bytes of memory that a merge takes, by one formula for all methods.
+def _solved(decoder: Decoder) -> int:
+    """The bytes of the layers and of the head that ``featcal`` solves."""
+    tensors = [tensor for layer in decoder.layers for tensor in layer.state_dict().values()]
+    if head := output_head(decoder):
+        tensors.append(decoder.model.state_dict()[head.weight])
+    return NUMBER * sum(tensor.numel() for tensor in tensors)
 
-    The merge holds a tensor of the base model, of the T experts and of the merged model in the recipe's ``dtype``, and
-    for ``actmat`` and ``sftm`` ``SUMS`` matrices of the widest map's inputs, in float32 and float64. A method that runs
-    models holds, before that, their largest layer in float32 (of a mixture one expert), the next one as it is stored,
-    and the hidden states of all samples; ``featcal`` those of two models, and the ``SUMS`` matrices. Of merging and
-    running the larger counts, and the libraries come on top.
+
+def _running(experiment: Experiment) -> int:
+    """The bytes that a method takes to run the models; prompts of a dataset count as ``max_tokens`` tokens."""
+    recipe, settings, models = experiment.recipe, experiment.settings, len(experiment.recipe.experts) + 1
+    decoder = replace(experiment.decoder, device=torch.device(experiment.device))
+    drawn = {task: data.token_ids for (task, _), data in experiment.drawn.items()}
+    tasks = [drawn.get(task) or [[0] * settings.max_tokens] * task.samples for task in recipe.tasks]
+    tokens = sum(len(row) for task in tasks for row in task)
+    layers, edge = models * layer_bytes(decoder), edge_bytes(decoder)
+    if decoder.device.type != "cpu":
+        layers += layers // 2  # which are read ahead
+    if isinstance(settings, SltaSettings):
+        whole, linear = settings.level == "model", settings.level == "linear"
+        states = waiting_bytes(tokens, hidden_size(decoder), models if whole else 1)
+        # Of each model the outputs of both branches and their parts, of the last one what is inside the MLP.
+        batch = batch_bytes(decoder, tasks, hidden=8 * models, inner=5 if linear else 3)
+        return states + max(edge * (models if whole else 1), (1 + linear) * layers + batch)
+    shapes = map_shapes(decoder)
+    anchor = max((models + 7) * rows * columns + 4 * columns**2 for rows, columns in shapes)
+    sums = max(5 * columns**2 + 3 * rows * columns for rows, columns in shapes)
+    solving = max(2 * columns**2 + 3 * rows * columns for rows, columns in shapes)
+    batch = max(batch_bytes(decoder, tasks, hidden=20, inner=10), NUMBER * solving)
+    inside = layers * (models + 1) // models + max(NUMBER * anchor, NUMBER * sums + batch)
+    # The embeddings of all models and their mean; or the heads, of which a part is solved.
+    head = min(edge // NUMBER, HEAD_ELEMENTS) if output_head(decoder) else 0
+    features = batch_bytes(decoder, tasks, hidden=3 * head // hidden_size(decoder) ** 2, inner=0)
+    ends = max((models + 1) * edge, models * edge + 4 * NUMBER * head + features)
+    return max(waiting_bytes(tokens, hidden_size(decoder), 2) + ends, waiting(decoder, tokens) + inside)
+
+
+def _merging(experiment: Experiment, written: int) -> int:
+    """The bytes that mergekit takes to merge tensor by tensor, where a file's tensors wait until it is ``written``.
+
+    All models' tensors are in the recipe's ``dtype``, mapped from their files if these have it, and the methods compute
+    in float32.
     """
-    recipe, settings = experiment.recipe, experiment.recipe.settings
-    base, models = experiment.model(recipe.base), len(recipe.experts) + 2
-    tensors = [header for header in base.tensors.values() if len(header.shape) > 1]
-    stored = max(header.nbytes // header.count for header in tensors)  # bytes of a number
-    dtype = _dtype(recipe.config.dtype)
-    merging = models * (dtype.itemsize if dtype else stored) * max(header.count for header in tensors)
-    number = 8 if isinstance(settings, SftmSettings) else 4
-    sums = number * SUMS * max(header.shape[-1] for header in tensors) ** 2
-    if not isinstance(settings, CalibrationSettings):
-        return LIBRARIES + merging + sums
-    layers = _layers(base).values()
-    layer = max((sum(_in_memory(name, layer[name]) for name in layer) for layer in layers), default=0)
-    tokens = sum(task.samples for task in recipe.tasks) * settings.max_tokens
-    states = 4 * tokens * (base.size("hidden_size") or 0)
-    passing = (4 * models + stored * (models - 1)) * layer + states
-    if isinstance(settings, FeatcalSettings):
-        passing += states + sums
-    return LIBRARIES + max(merging, passing)
+    recipe, settings, experts = experiment.recipe, experiment.recipe.settings, len(experiment.recipe.experts)
+    base, dtype = experiment.model(recipe.base), _dtype(recipe.config.dtype)
+
+    def held(header: TensorHeader) -> int:
+        (rows, columns), stored = header.shape[-2:], header.nbytes // header.count
+        loaded = (experts + 1) * dtype.itemsize * header.count if dtype and dtype.itemsize != stored else 0
+        solving, rank = 0, min(rows, columns)
+        if isinstance(settings, ActmatSettings) and rows != base.vocabulary:
+            solving = NUMBER * (7 * rows * columns + 4 * columns**2)
+        if isinstance(settings, SftmSettings) and rows != base.vocabulary:
+            solving = 8 * rank * (experts * (rows + columns) + (experts + 3) ** 2 * rank // 2)
+        # The merged tensor; or task vectors and their merge, which of a stack exists twice.
+        copies = 1 if isinstance(settings, CalibrationSettings) else experts + 1 + (len(header.shape) > 2)
+        return loaded + NUMBER * copies * header.count + solving
+
+    # A tied embedding is merged first, before anything waits.
+    *_, second, largest = 0, *sorted(held(header) for header in base.tensors.values() if len(header.shape) > 1)
+    return max(largest, second + written)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -113,27 +152,6 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _stored_bytes(model: Model, dtype: torch.dtype | None = None) -> int:
     """The bytes that a model's tensors take in a data type, or in their own without one."""
     return sum(stored.count * dtype.itemsize if dtype else stored.nbytes for stored in model.tensors.values())
-
-
-def _layers(model: Model) -> Mapping[str, Headers]:
-    """The tensors of each layer of the largest stack of layers, which is the language model's."""
-    stacks = defaultdict[str, dict[str, dict[str, TensorHeader]]](lambda: defaultdict(dict))
-    for name, header in model.tensors.items():
-        if place := _LAYER.match(name):
-            stacks[place[1]][place[2]][name] = header
-    return max(stacks.values(), key=lambda layers: sum(map(_count, layers.values())), default={})
-
-
-def _count(tensors: Headers) -> int:
-    return sum(header.count for header in tensors.values())
-
-
-def _in_memory(name: str, header: TensorHeader) -> int:
-    """The numbers of a tensor that are in memory at once: of a mixture's experts, those of one."""
-    expert = _EXPERT.search(name)
-    if expert is None or expert[1] == "0":
-        return header.count
-    return 0 if expert[1] else math.prod(header.shape[1:])  # stored one by one, or in one tensor
 
 
 def folders(settings: MethodSettings, out: Path | None) -> None:

@@ -29,10 +29,19 @@ import click
 import torch
 from tqdm import tqdm
 
+from mergekit_slta.engine.memory import hidden_size, layer_bytes
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, Tasks, decoder_batches, fitting_batch, takes_little
+from mergekit_slta.engine.streams import (
+    Source,
+    Streams,
+    Tasks,
+    decoder_batches,
+    fitting_batch,
+    takes_little,
+    waiting_bytes,
+)
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
@@ -137,8 +146,7 @@ def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
     """What memory must hold at once, and what makes it less."""
     decoder, models, streams = method.decoder, len(method.models), len(method.sources())
     tokens = sum(len(token_ids) for samples in method.tasks for token_ids in samples)
-    layers, width = models * layer_bytes(decoder), decoder.model.config.get_text_config().hidden_size
-    states = torch.float32.itemsize * tokens * streams * width
+    layers, states = models * layer_bytes(decoder), waiting_bytes(tokens, hidden_size(decoder), streams)
     fixes = ["use fewer prompts ('samples') or shorter ones ('max_tokens')"]
     fixes += ["start fewer processes"] if method.ranks.count > 1 else []
     fixes += ["compute without a GPU"] if decoder.device.type != "cpu" else []
@@ -146,18 +154,6 @@ def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
         f"The memory of {decoder.device} does not hold a layer of {models} models ({as_size(layers)}), the hidden "
         f"states of all prompts ({as_size(states)}) and a batch of {positions} token positions: {', or '.join(fixes)}."
     )
-
-
-def layer_bytes(decoder: Decoder) -> int:
-    """The bytes of a model's largest layer in float32; of a mixture's routed experts, one is in memory at a time."""
-
-    def numbers(layer: torch.nn.Module) -> int:
-        stacks = routed_tensors(layer)
-        return sum(
-            tensor.numel() // (len(tensor) if name in stacks else 1) for name, tensor in layer.state_dict().items()
-        )
-
-    return torch.float32.itemsize * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind())
 
 
 def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, report: Progress) -> Result:

@@ -10,16 +10,17 @@ from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, SupportsIndex, Unpack
 
+import click
 from mergekit.common import ModelPath, ModelReference
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.data.records import Span
 from mergekit_slta.errors import SltaError, whole_number
-from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model
+from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
-from mergekit_slta.tables import Paragraphs, Table, as_json, short_names
+from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score, enumerated
 
 SHORT_ANSWER = 32  # tokens
@@ -256,6 +257,8 @@ def evaluate(
         merges = [str(folder) for folder in folders]
     results = [experiment.checkpoint(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
     models = dict(zip([*names, *merges], [experiment.base, *experiment.experts, *results], strict=True))
+    if not experiment.quiet:
+        click.echo(f"Memory: about {as_size(scoring_bytes(experiment.decoder, list(groups.values())))}", err=True)
     scores = [
         score_model(
             model,

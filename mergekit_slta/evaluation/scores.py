@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, layer_bar, pass_layers
+from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, hidden_size, layer_bytes
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, read_edges
+from mergekit_slta.engine.streams import Source, Streams, read_edges, waiting_bytes
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logit_tensors, logits
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import Checkpoint, Weights
 
@@ -91,6 +93,19 @@ def score_model(
         scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), progress=progress)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
+
+
+def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
+    """The bytes that it takes to score a model: the hidden states, and one layer or the head with the logits."""
+    tasks = [[sample.token_ids for sample in group] for group in groups]
+    lengths = [len(row) for task in tasks for row in task]
+    # The logits of some positions, and for one sample the probabilities and their logarithms.
+    logits = (
+        NUMBER * decoder.model.config.get_text_config().vocab_size * (max(LOGIT_POSITIONS, *lengths) + 2 * max(lengths))
+    )
+    layer = layer_bytes(decoder) + batch_bytes(decoder, tasks, hidden=12, inner=4)
+    states = waiting_bytes(sum(lengths), hidden_size(decoder), 1)
+    return LIBRARIES + states + max(edge_bytes(decoder) + logits, layer)
 
 
 @dataclass
