@@ -67,7 +67,7 @@ def test_the_memory_that_is_said_is_what_many_or_long_prompts_take(
     for task, file in enumerate(family.data):
         text = families.ALPHABETS[task] * (tokens // 10)
         file.write_text("".join(json.dumps({"text": text[number:]}) + "\n" for number in range(prompts)))
-    settings = {"samples": prompts, "max_tokens": tokens}
+    settings: dict[str, Any] = {"samples": prompts, "max_tokens": tokens}
     content = families.recipe(family, method, out_dtype="bfloat16", **settings)
     recipe = families.write_recipe(tmp_path / "recipe.yml", content)
     little = families.write_recipe(tmp_path / "little.yml", families.recipe(llama, method, samples=2))
