@@ -93,7 +93,7 @@ def _solved(decoder: Decoder) -> int:
 def _running(experiment: Experiment) -> int:
     """The bytes that a method takes to run the models; prompts of a dataset count as ``max_tokens`` tokens."""
     recipe, settings, models = experiment.recipe, experiment.settings, len(experiment.recipe.experts) + 1
-    decoder = replace(experiment.decoder, device=torch.device(experiment.device))
+    decoder = replace(experiment.decoder, device=torch.device("cpu" if experiment.device == "cpu" else "cuda"))
     drawn = {task: data.token_ids for (task, _), data in experiment.drawn.items()}
     tasks = [drawn.get(task) or [[0] * settings.max_tokens] * task.samples for task in recipe.tasks]
     tokens = sum(len(row) for task in tasks for row in task)
@@ -106,7 +106,7 @@ def _running(experiment: Experiment) -> int:
         # Of each model the outputs of both branches and their parts, of the last one what is inside the MLP.
         batch = batch_bytes(decoder, tasks, hidden=8 * models, inner=5 if linear else 3)
         return states + max(edge * (models if whole else 1), (1 + linear) * layers + batch)
-    shapes = map_shapes(decoder)
+    shapes = map_shapes(decoder) or {(0, 0)}
     anchor = max((models + 7) * rows * columns + 4 * columns**2 for rows, columns in shapes)
     sums = max(5 * columns**2 + 3 * rows * columns for rows, columns in shapes)
     solving = max(2 * columns**2 + 3 * rows * columns for rows, columns in shapes)

@@ -56,13 +56,13 @@ def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int) -> int:
         hidden, inner: how many hidden states, and inputs of the widest map, of each position are in memory at once.
     """
     config, batches = decoder.model.config.get_text_config(), make_batches(tasks, fitting_batch(decoder))
-    widest = max(columns for _, columns in map_shapes(decoder))
+    widest = max((columns for _, columns in map_shapes(decoder)), default=0)
     positions = max(batch.token_ids.numel() for batch in batches)
 
     def taken(width: int, copies: int) -> int:
         size = NUMBER * positions * width
         return int(copies * size * (FRAGMENTS if size < MAPPED else 1))
 
-    scores = config.num_attention_heads * max(max(batch.lengths) for batch in batches)
+    scores = (getattr(config, "num_attention_heads", None) or 0) * max(max(batch.lengths) for batch in batches)
     eager = SCORES if config._attn_implementation == "eager" else 0
     return taken(hidden_size(decoder), hidden) + taken(widest, inner) + taken(scores, eager)
