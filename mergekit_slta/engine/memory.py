@@ -12,8 +12,8 @@ NUMBER = torch.float32.itemsize
 # Python and its libraries, once they have merged a tiny model.
 LIBRARIES = 400_000_000
 SCORES = 3  # copies of the scores of all pairs of tokens, where attention has them in memory
-# Freed tensors below the first size stay with the process, in pieces that larger ones do not fit in: the share was
-# measured on one layer with prompts of 5,000 tokens.
+# Freed tensors below the first size stay with the process, in pieces that larger ones do not fit in. The share covers
+# the peaks of merges with prompts of 5,000 tokens; it was not measured by itself.
 MAPPED, FRAGMENTS = 2**25, 1.45
 
 
