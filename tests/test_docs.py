@@ -81,6 +81,11 @@ def test_every_recipe_in_the_docs_is_sound_and_every_part_of_one_names_parameter
             assert set(content) <= PARAMETERS
 
 
+def test_the_home_page_has_the_readmes_table_of_results() -> None:
+    first = TEXTS["README.md"].split("| | accuracy | needs |\n")[1].split("\n\n")[0]
+    assert first in TEXTS["index.md"]
+
+
 def test_the_messages_in_troubleshooting_exist() -> None:
     """The parts between what varies, in the code's strings, whatever its lines."""
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "mergekit_slta").rglob("*.py")))

@@ -51,7 +51,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="mergekit-slta")
 def main() -> None:
-    """Merge fine-tuned language models without guessing weights.
+    """Merge fine-tuned language models, from a few prompts per model or from their parameters alone.
 
     A recipe is a mergekit YAML file. Its merge_method is featcal or slta, which compute the merge from a few prompts
     per model, or actmat or sftm, which need no prompts. `auto` runs all steps from names to a scored merge. By hand,

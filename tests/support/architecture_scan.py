@@ -442,7 +442,7 @@ def page(rows: list[Row]) -> str:
         "## What works in part or not at all",
         "",
         "An arrow such as `head_mlp` → `attn_mlp` means: some layers cannot be split at the first level and take the "
-        "blocks of the second. A type may stand in two rows, for different layers.",
+        "submodules of the second. A type may stand in two rows, for different layers.",
         "",
         "| model types | what | why |",
         "|---|---|---|",
@@ -450,8 +450,6 @@ def page(rows: list[Row]) -> str:
         "",
         f"transformers registers {len(others)} more types for causal language modeling, or for generating text from "
         "images and text. They are not decoder-only language models, and were not tried.",
-        "",
-        "Next: [the glossary](glossary.md).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -43,7 +43,7 @@ def commands_page() -> str:
         "mergekit's own options, which say where to compute and how to get models.",
         _table(MODEL_OPTIONS),
     ]
-    return "\n\n".join([*parts, "Next: [after the merge](after-the-merge.md).\n"])
+    return "\n\n".join(parts) + "\n"
 
 
 def _text(command: click.Command) -> str:
