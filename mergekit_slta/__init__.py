@@ -11,39 +11,23 @@ slta.merge(solution.save_recipe("plain.yml"), "merged/")
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = [
-    "MergeOptions",
-    "Options",
-    "Recipe",
-    "SltaError",
-    "Solution",
-    "Statistics",
-    "ask",
-    "check",
-    "evaluate",
-    "linearity",
-    "measure",
-    "merge",
-    "publish",
-    "report",
-    "verify",
-]
-
 # For type checkers here, and for Python below: each name is imported on first use, because torch takes seconds.
 if TYPE_CHECKING:
-    from mergekit_slta.asking.ask import ask
-    from mergekit_slta.checks.examine import check
-    from mergekit_slta.errors import SltaError
-    from mergekit_slta.evaluation.evaluate import evaluate
-    from mergekit_slta.host.merge import MergeOptions, merge
-    from mergekit_slta.nonlinearity.studies import linearity
-    from mergekit_slta.output.publish import publish
-    from mergekit_slta.output.verify import verify
-    from mergekit_slta.recipe.experiment import Options
-    from mergekit_slta.recipe.recipe import Recipe
-    from mergekit_slta.reports.merge import report
-    from mergekit_slta.slta.measure import measure
-    from mergekit_slta.slta.statistics import Solution, Statistics
+    from mergekit_slta.asking.ask import ask as ask
+    from mergekit_slta.checks.examine import check as check
+    from mergekit_slta.errors import SltaError as SltaError
+    from mergekit_slta.evaluation.evaluate import evaluate as evaluate
+    from mergekit_slta.host.merge import MergeOptions as MergeOptions
+    from mergekit_slta.host.merge import merge as merge
+    from mergekit_slta.nonlinearity.studies import linearity as linearity
+    from mergekit_slta.output.publish import publish as publish
+    from mergekit_slta.output.verify import verify as verify
+    from mergekit_slta.recipe.experiment import Options as Options
+    from mergekit_slta.recipe.recipe import Recipe as Recipe
+    from mergekit_slta.reports.merge import report as report
+    from mergekit_slta.slta.measure import measure as measure
+    from mergekit_slta.slta.statistics import Solution as Solution
+    from mergekit_slta.slta.statistics import Statistics as Statistics
 else:  # a type checker would take any misspelt name for one that __getattr__ knows
     _MODULES = {
         "MergeOptions": "host.merge",
@@ -62,6 +46,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
         "report": "reports.merge",
         "verify": "output.verify",
     }
+    __all__ = list(_MODULES)
 
     def __getattr__(name):
         from importlib import import_module

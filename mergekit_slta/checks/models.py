@@ -32,8 +32,6 @@ from mergekit_slta.words import listed
 
 PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # entries that count heads for further tokens
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-# What programs put before a model's names, or before those of its parts, when they wrap it for training.
-WRAPPER = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module|base_model\.model)\.")
 
 
 def one_model(experiment: Experiment, reference: ModelReference) -> None:
@@ -148,10 +146,12 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
         SltaError: what models lack, or have beyond the base model, a sentence each.
     """
     base, *experts = models
-    refuse(sentence for model in models for sentence in _wrapped(model, base))
     layout = base.layout(base)
     rows = vocabulary_axes(layout, base.tensors, base.config) if aligned else {}
-    incomplete = " of the model, so it is incomplete: get an undamaged copy."
+    incomplete = (
+        " of the model, so it is incomplete: get an undamaged copy; of a model that was saved from inside "
+        "torch.compile, FSDP or DDP, save the module inside that."
+    )
     another = f", which the base model {base} lacks, so it was not fine-tuned from {base}: leave it out."
     unaligned = (
         f" of the base model {base}, whose rows mergekit cannot put in the order of the recipe's 'tokenizer': leave "
@@ -167,17 +167,6 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
             (expert, " lacks", [name for name in may_lack if name in rows and name not in has], unaligned),
         ]
     refuse(f"{model}{verb} {listed(names)}{rest}" for model, verb, names, rest in faults if names)
-
-
-def _wrapped(model: Model, base: Model) -> Iterator[str]:
-    """A checkpoint that would be complete without the names of modules that programs put around a model's."""
-    words = dict.fromkeys(WRAPPER.findall(" ".join(model.tensors)))
-    bare = [WRAPPER.sub("", name) for name in model.tensors]
-    if words and model.layout(base).missing() and not Layout(base.built, bare).missing():
-        yield (
-            f"The names of the tensors of {model} contain {listed(words)}, because the model was saved from inside "
-            "torch.compile, FSDP, DDP or peft: save the module inside these wrappers, or rename the tensors."
-        )
 
 
 def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:

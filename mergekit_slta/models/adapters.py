@@ -191,7 +191,9 @@ def with_adapter(
         except KeyError as error:
             raise ValueError(f"it lacks {error.args[0]}, which its {ADAPTER_CONFIG} names") from error
         except RuntimeError as error:
-            raise _misfit(error, reference, model) from error
+            sizes = re.findall(r"size mismatch for (\S+): .*?(\[.*?\]).*?(\[.*?\])", str(error))
+            clauses = [f"{target_of(name)} has the shape {given} instead of {wanted}" for name, given, wanted in sizes]
+            raise ValueError(listed(clauses) or str(error)) from error
         if loaded.unexpected_keys:
             raise ValueError(f"it adapts {_targets(loaded.unexpected_keys)}, which that model lacks")
         state = whole.state_dict(keep_vars=True)
@@ -228,21 +230,6 @@ def _unmerged(config: Any, largest: int) -> str:
     if getattr(config, "layer_replication", None):
         return "repeats layers ('layer_replication'), and a merge has the base model's: save the trained model whole"
     return ""
-
-
-def _misfit(error: RuntimeError, reference: ModelReference, model: transformers.PreTrainedModel) -> Exception:
-    """What torch says about tensors of other shapes, in fewer words."""
-    sizes = re.findall(r"size mismatch for (\S+): .*?\[(.*?)\].*?\[(.*?)\]", str(error))
-    pairs = {pair for _, *both in sizes for pair in zip(*(shape.split(", ") for shape in both), strict=False)}
-    differing = {given: wanted for given, wanted in pairs if given != wanted}
-    rows = str(getattr(model.config.get_text_config(), "vocab_size", ""))
-    if list(differing.values()) == [rows]:
-        (trained,) = differing
-        return SltaError(
-            f"The adapter {reference.lora} was trained with a vocabulary of {trained} tokens and {reference.model} has "
-            f"{rows}: save that model after resize_token_embeddings({trained}), and name that copy instead."
-        )
-    return ValueError(f"its matrices for {_targets(name for name, *_ in sizes)} have other sizes") if sizes else error
 
 
 def _targets(names: Iterable[str]) -> str:

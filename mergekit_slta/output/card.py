@@ -28,8 +28,6 @@ from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statist
 from mergekit_slta.words import as_score
 
 CARD = "README.md"
-ALPHA_FIGURE = "mergekit-slta/alpha.png"
-BESIDE = (STATISTICS_OF_MERGE, ALPHA_FIGURE)  # of an ``slta`` merge
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
 HEADING = "## How this model was made"
 SCORES = "## Scores on held-out prompts"
@@ -40,15 +38,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(folder: Path, recipe: Recipe, solution: Solution | None) -> None:
-    """Complete mergekit's card of a merge, and write the figure that it shows of an ``slta`` merge.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    if solution is not None:
-        from mergekit_slta.figures import drawn  # which imports matplotlib
-
-        files.write(folder / ALPHA_FIGURE, drawn(solution.plot()))
+    """Complete mergekit's card of a merge; an OSError leaves it as it was."""
     files.write(folder / CARD, merge_card(folder, recipe, solution).encode())
 
 
@@ -60,8 +50,7 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
     Raises:
         OSError: the file cannot be written.
     """
-    for file in (ALPHA_FIGURE, MANIFEST_OF_MERGE):
-        (folder / file).unlink(missing_ok=True)
+    (folder / MANIFEST_OF_MERGE).unlink(missing_ok=True)
     beside = folder / STATISTICS_OF_MERGE
     if solution is None:
         beside.unlink(missing_ok=True)
@@ -110,10 +99,7 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     if solution is not None:
         from mergekit_slta.reports.merge import retained_sentence
 
-        paragraphs += [
-            f"{printable(retained_sentence(solution))} The share says little about accuracy.",
-            f"![The merging weight of each expert in each layer]({ALPHA_FIGURE})",
-        ]
+        paragraphs.append(f"{printable(retained_sentence(solution))} The share says little about accuracy.")
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
     commit = made.versions["commit"]

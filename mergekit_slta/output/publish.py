@@ -29,7 +29,7 @@ from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
-    *(card.CARD, RECIPE_OF_MERGE, card.ALPHA_FIGURE, STATISTICS_OF_MERGE, MANIFEST_OF_MERGE),
+    *(card.CARD, RECIPE_OF_MERGE, STATISTICS_OF_MERGE, MANIFEST_OF_MERGE),
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *(*TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR),
     *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),
@@ -178,7 +178,7 @@ def _contents(folder: Path, recipe: Recipe) -> dict[str, Path | bytes]:
     contents: dict[str, Path | bytes] = {}
     for path in _published(folder):
         name = path.relative_to(folder).as_posix()
-        if name in card.BESIDE and recipe.config.merge_method != SltaSettings.method:
+        if name == STATISTICS_OF_MERGE and recipe.config.merge_method != SltaSettings.method:
             continue  # of an earlier merge into the same folder
         contents[name] = path
         if name == RECIPE_OF_MERGE:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -128,24 +127,12 @@ def shorter(tensors: State) -> None:
         tensors[name] = tensors[name][:-1]
 
 
-def renamed(rename: Callable[[str], str]) -> Callable[[State], None]:
-    def change(tensors: State) -> None:
-        for name in list(tensors):
-            tensors[rename(name)] = tensors.pop(name)
-
-    return change
+def compiled(tensors: State) -> None:
+    """As a model is saved from inside torch.compile."""
+    for name in list(tensors):
+        tensors[f"_orig_mod.{name}"] = tensors.pop(name)
 
 
-WRAPPERS: dict[str, Callable[[str], str]] = {
-    "_orig_mod.": lambda name: f"_orig_mod.{name}",  # torch.compile
-    "module.": lambda name: f"module.{name}",  # DDP
-    "base_model.model.": lambda name: f"base_model.model.{name}",  # peft
-    "module., _orig_mod.": lambda name: f"module._orig_mod.{name}",
-    "_checkpoint_wrapped_module.": lambda name: re.sub(r"(layers\.\d+\.)", r"\1_checkpoint_wrapped_module.", name),
-}
-WRAPPED = (
-    "because the model was saved from inside torch.compile, FSDP, DDP or peft: save the module inside these wrappers"
-)
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -288,15 +275,11 @@ MODELS: Rows = [
     ),
     (
         lambda c: edit_tensors(c.of(olmo()).expert, lambda tensors: tensors.pop(UP)),
-        f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get an undamaged copy.",
+        f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get an undamaged copy; ",
     ),
-    *(
-        (
-            lambda c, rename=rename, place=place: edit_tensors(Path(c.filled(place)), renamed(rename)),
-            f"The names of the tensors of {place} contain {words}, {WRAPPED}",
-        )
-        for words, rename in WRAPPERS.items()
-        for place in ("BASE", "EXPERT")
+    (
+        lambda c: edit_tensors(c.expert, compiled),
+        "of a model that was saved from inside torch.compile, FSDP or DDP, save the module inside that.",
     ),
     (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq) {ORIGINAL}"),
     (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own) {ORIGINAL}"),
@@ -311,10 +294,6 @@ MODELS: Rows = [
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 UNGATHERED = "save it again, and gather its shards first."
 ALL_EXPERTS = "): train it on all experts and all of their maps, which transformers keeps in one tensor."
-RESIZED = (
-    "The adapter HERE/adapter was trained with a vocabulary of 66 tokens and BASE has 64: save that model after "
-    "resize_token_embeddings(66), and name that copy instead."
-)
 
 
 def lora_of(architecture: str, *targets: str, parameters: Any = (), **changes: Any) -> Edit:
@@ -389,7 +368,10 @@ ADAPTERS: Rows = [
         "BASE+HERE/adapter is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER.",
     ),
     (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
-    (lora_of("llama", hidden_size=64), not_fit("its matrices for")),
+    (
+        lora_of("llama", hidden_size=64),
+        not_fit("model.layers.0"),
+    ),
     (
         lambda c: c.adapt(edit(c.lora(), r=10**9)),
         "The adapter HERE/adapter has the rank 1000000000 in its adapter_config.json, and smaller matrices: get ",
@@ -397,7 +379,7 @@ ADAPTERS: Rows = [
     (lora_of("gpt2", "c_attn"), not_fit("Target modules {'c_attn'} not found in the base model")),
     (
         lambda c: lora_of("qwen3_moe", parameters=FUSED[1:], hidden_size=64)(c.of("qwen3_moe")),
-        not_fit("its matrices for model.layers.0"),
+        not_fit("model.layers.0"),
     ),
     (
         lambda c: c.of("gemma3").adapt(c.lora("q_proj", modules_to_save=["lm_head"]), merged_too=False),
@@ -416,9 +398,9 @@ ADAPTERS: Rows = [
     ),
     (on_the_language_model(["q_proj"]), "(it adapts model.vision_tower."),
     (on_the_language_model(r".*\.q_proj"), "(it adapts model.vision_tower."),
-    (of_a_resized_model(modules_to_save=["embed_tokens", "lm_head"]), RESIZED),
-    (of_a_resized_model(save_embedding_layers=True), RESIZED),
-    (of_a_resized_model(target_modules=["embed_tokens"]), RESIZED),
+    (of_a_resized_model(modules_to_save=["embed_tokens", "lm_head"]), "[66, 32] instead of [64, 32]"),
+    (of_a_resized_model(save_embedding_layers=True), "[66, 32] instead of [64, 32]"),
+    (of_a_resized_model(target_modules=["embed_tokens"]), "[8, 66] instead of [8, 64]"),
     *(
         (of_some_experts(name, **parts), ALL_EXPERTS)
         for name in ("mixtral", "qwen3_moe")
