@@ -130,23 +130,22 @@ def auto(
 
     if any("+" in expert for expert in experts) and not options["lora_merge_cache"]:
         options["lora_merge_cache"] = str(folder / "adapters")
-    settings: dict[str, Any] = {"calibration": calibration, "keep_base": keep_base, "against": against}
 
     def typed(words: Sequence[str]) -> None:
         command = main.commands[words[0]]
         with command.make_context(words[0], [*words[1:]]) as context, suppress(click.exceptions.Exit):
             command.invoke(context)  # evaluate ends so, once it has written what it could score
 
-    run = automatic.Run(folder, typed, options["quiet"])
-    experiment = automatic.checked(automatic.plan(base, experts, folder, **settings), applied(options))
-    words = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
-    planned = automatic.plan(base, experts, folder, **settings, options=words)
+    planned = automatic.plan(base, experts, folder, calibration, keep_base=keep_base, against=against)
+    run = automatic.Run(planned, typed, options["quiet"])
+    experiment = automatic.checked(planned, applied(options))
+    planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     for line in automatic.described(planned, experiment):
         click.echo(line, err=True)
     if not dry_run:
         with interruptible("goes on"):
             judged = automatic.make(planned, run, keep)
-        _show("\n".join(judged.lines), judged.to_json, json_file)
+        _show("\n".join(judged.lines), lambda: as_json(judged._asdict()), json_file)
 
 
 @main.command(cls=ModelCommand, short_help="Write a model's answers to prompts as calibration data.")

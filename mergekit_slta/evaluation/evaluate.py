@@ -27,6 +27,7 @@ SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
 NEAR_THE_EXPERT = 0.9  # of its gain in likelihood; below, the tables say what to change
 BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
+Z = 1.96  # standard errors of a 95 % interval
 MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
 
 
@@ -350,9 +351,8 @@ def _task(
 
 def interval(share: float, number: int) -> tuple[float, float]:
     """The limits of the 95 % interval of a share of a number of answers, by Wilson (1927)."""
-    z = 1.96
-    middle, scale = share + z * z / (2 * number), 1 + z * z / number
-    half = z * math.sqrt(share * (1 - share) / number + (z / (2 * number)) ** 2)
+    middle, scale = share + Z * Z / (2 * number), 1 + Z * Z / number
+    half = Z * math.sqrt(share * (1 - share) / number + (Z / (2 * number)) ** 2)
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)  # but for rounding within 0 and 1
 
 

@@ -154,7 +154,7 @@ def test_the_next_step_follows_from_the_numbers() -> None:
 def test_a_lead_is_of_paired_prompts() -> None:
     """Ten prompts of forty that only one model answers: 0.25, whose interval is Z sqrt(var / n)."""
     first, second = [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20
-    task = auto.Task("a", {"one": first, "other": second}, 40, 40)
+    task = auto.Task("a", {"shares": {"one": first, "other": second}, "prompts": 40, "short_answers": 40})
     ahead, error = auto.lead([task], "one", "other")
     assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5, abs=IN_FLOAT64)
     assert auto.lead([task, task], "one", "other")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)
