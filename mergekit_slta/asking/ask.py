@@ -29,11 +29,12 @@ from mergekit_slta.data.records import (
     decoded,
     is_blank,
     is_turns,
+    shared,
     turns_of,
     unread,
     with_system,
 )
-from mergekit_slta.data.sources import CalibrationSource
+from mergekit_slta.data.sources import CalibrationSource, end_of_turn
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
@@ -223,8 +224,9 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
         )
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
-    ends = model.generation_config.eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), source.tokenizer.eos_token_id, source.turn_end}
+    own, tokenizer = model.generation_config.eos_token_id, source.tokenizer
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    ends |= {tokenizer.convert_tokens_to_ids(end) for end in [end_of_turn(tokenizer)] if end}
     # The model's other settings may sample, or count the padding among the tokens that are not to be repeated.
     model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends - {None}), pad_token_id=0)
     model.name_or_path = str(checkpoint)
@@ -302,8 +304,7 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
     def fit(form: dict[str, Any]) -> tuple[int, int]:
         """How many tokens are the same, and below zero how many are added to an answer that has no end."""
         tokens = source.tokens(form)
-        same = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(tokens, ids, strict=False)))
-        return same, 0 if end else min(0, len(ids) - len(tokens))
+        return shared(tokens, ids), 0 if end else min(0, len(ids) - len(tokens))
 
     best = max(forms, key=fit)
     return _Answer(best, not end, fit(best) != (len(ids), 0))

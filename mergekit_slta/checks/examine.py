@@ -119,19 +119,12 @@ def examine(
     merging: bool = True,
     unwritten: Collection[str] = (),
 ) -> list[str]:
-    """Run all checks of a recipe: first those of its text, then all of its models, data, folders and disks.
+    """Run all checks of a recipe, first those of its text, and return notes; refuse with a sentence for each fault.
 
     Args:
-        experiment: the opened recipe; a run after the checks need not open it again.
         out_path: the folder of the merged model, to check that there is room for it.
         merging: whether the recipe is to be merged, not only measured.
         unwritten: calibration files that will be written before the merge.
-
-    Returns:
-        Notes: sentences about something that is no mistake.
-
-    Raises:
-        SltaError: everything that is wrong, a sentence each.
     """
     recipe, out = experiment.recipe, Path(out_path) if out_path is not None and merging else None
     recipe.require_sound()
@@ -184,11 +177,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
 
 
 def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
-    """Check a recipe for a measurement and download its models; all processes wait until each has checked it.
-
-    Raises:
-        SltaError: everything that is wrong with the recipe, or a model cannot be opened.
-    """
+    """Check a recipe for a measurement and download its models; all processes wait until each has checked it."""
     experiment = (ranks or Ranks()).together(lambda: Experiment(recipe, ranks=ranks, **options))
 
     def checked() -> None:

@@ -136,14 +136,8 @@ def _same_architecture(base: Model, expert: Model) -> None:
 def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None:
     """Refuse checkpoints that lack tensors of the model, and experts with tensors that the base model lacks.
 
-    A tensor that the model does not run, such as a head for multi-token prediction, may be missing.
-
-    Args:
-        models: the base model, then the experts.
-        aligned: whether mergekit puts the rows of embeddings in the order of another tokenizer.
-
-    Raises:
-        SltaError: what models lack, or have beyond the base model, a sentence each.
+    A tensor that the model does not run, such as a head for multi-token prediction, may be missing. The first model is
+    the base model; where ``aligned``, mergekit puts the rows of embeddings in the order of another tokenizer.
     """
     base, *experts = models
     layout = base.layout(base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 
 from mergekit.common import ModelReference
 
-from mergekit_slta.data.records import MARK
-from mergekit_slta.errors import SltaError, first_line, reading, refuse
+from mergekit_slta.data.sources import end_of_turn
+from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.folder import beside_weights, refuse_links
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
-
-LOG = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -104,18 +101,6 @@ def endless(experiment: Experiment) -> Iterator[str]:
                 f"{' and '.join(map(str, stops))}, like the base model {base}: add 'tokenizer: {{source: "
                 f"{expert.reference.lora or expert.reference.model}}}' to the recipe."
             )
-
-
-def end_of_turn(tokenizer: Any) -> str | None:
-    """The token that a tokenizer's chat template writes after an assistant's turn; None if it shows none."""
-    turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception as error:  # without a template, or of any kind that the template raises
-        LOG.info("%s shows no end of a turn: %s", tokenizer.name_or_path, first_line(error))
-        return None
-    after = text.partition(MARK)[2].lstrip()
-    return max((token for token in tokenizer.get_added_vocab() if after.startswith(token)), key=len, default=None)
 
 
 def stop_ids(folder: Path) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import islice, takewhile
@@ -78,12 +78,8 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
 
     In order: ``messages``, ``conversations``, and the groups of ``TEXT_FIELDS``; a group with turns is a conversation.
 
-    Args:
-        record: the fields of one sample.
-        template: a ``str.format`` string over the fields, or "".
-        where: names the record at the beginning of an error message.
-        render_chat: turns a conversation, a list of ``role`` and ``content``, into text with special tokens; its
-            argument ``tools`` is given where the record has some.
+    The template is a ``str.format`` string; ``where`` names the record at the beginning of an error message, and
+    ``render_chat`` gets the argument ``tools`` where the record has some.
 
     Raises:
         UnfitRecord: the record lacks these fields, or does not fit the template or the chat template.
@@ -201,11 +197,7 @@ def is_blank(value: Any) -> bool:
 
 
 def template_fields(template: str) -> list[str]:
-    """The fields of a record that a template names, in order.
-
-    Raises:
-        SltaError: the template is not valid, or names no field.
-    """
+    """The fields of a record that a template names, in order; an SltaError if it is not valid, or names none."""
     try:
         named = [(name, form) for _, name, form, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -295,9 +287,6 @@ def turns_of(value: Any, what: str) -> Turns:
     """The turns of a conversation, each with ``role``, ``content`` and what else it has; [] if nobody says anything.
 
     Roles and keys get the names that chat templates know, what is JSON in a string is decoded, and nulls are left out.
-
-    Raises:
-        UnfitRecord: it is no conversation, or has a turn of an unknown role.
     """
     value = decoded(value) or []
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
@@ -341,11 +330,7 @@ def _call(call: Any, what: str) -> dict[str, Any]:
 
 
 def decoded(value: Any, depth: int = 0) -> Any:
-    """A value as it was before it was written as JSON into a string, or into a table, which fills in nulls.
-
-    Raises:
-        UnfitRecord: more than ``DEEPEST`` lists or tables lie within each other.
-    """
+    """A value as it was before it was written as JSON into a string, or into a table, which fills in nulls."""
     if isinstance(value, str) and not depth and value.lstrip().startswith(("{", "[")):
         try:
             value = json.loads(value)
@@ -389,12 +374,7 @@ def _folded(turns: Turns) -> Turns:
 
 
 def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[Turns, str, list[str]]:
-    """A conversation with as few changes as let the chat template write the most of it, its text, and what that lacks.
-
-    Raises:
-        UnfitRecord: the template refuses it, leaves tool calls out, or would print a list.
-        SltaError: there is no chat template.
-    """
+    """A conversation, as little changed as lets the chat template write most of it, its text, and what that lacks."""
     forms, written, reason = [turns], list[tuple[Turns, str, list[str]]](), ""
     for change in (_in_one_text, _encoded, _folded):
         forms += [changed for form in forms if (changed := change(form)) not in forms]
@@ -464,8 +444,8 @@ def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
     head, *tail = marked.split(MARK)
     if len(tail) != 1:  # the template takes the turn apart, leaves it out or repeats it
         return None
-    begin = _shared(text, head)
-    end = len(text) - _shared(text[begin:][::-1], tail[0][::-1])
+    begin = shared(text, head)
+    end = len(text) - shared(text[begin:][::-1], tail[0][::-1])
     # A template may write the beginning of the content itself, such as the tag before a chain of thought, or leave out
     # what is thought, or said beside a call.
     pieces = [str(function.get("name")) for function in functions] or [_said(last)]
@@ -495,8 +475,8 @@ def _without(turn: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in turn.items() if key not in keys}
 
 
-def _shared(first: str, second: str) -> int:
-    """How many characters two texts share at their beginnings."""
+def shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many characters two texts share at their beginnings, or tokens two rows."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

@@ -29,7 +29,7 @@ import huggingface_hub
 import numpy as np
 
 from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, record_text
-from mergekit_slta.errors import SltaError, one_line, reading
+from mergekit_slta.errors import SltaError, first_line, one_line, reading
 from mergekit_slta.files import published_path
 from mergekit_slta.words import counted
 
@@ -109,15 +109,10 @@ class CalibrationSource:
         What is skipped, left out or cut is logged as a warning, in a sentence each; so is a lack of records.
 
         Args:
-            samples: how many.
             used: samples drawn before; records with the same tokens as one of them are left out, and none may be
                 left; so are those whose answer lies beyond ``max_tokens``, if others are left. If they are of this
                 source, nothing is said of the others.
             seed: another one than the source's own.
-            quiet: say nothing at all.
-
-        Raises:
-            SltaError: the source cannot be read, or no record is usable.
         """
         records = self.records
         fields = getattr(records, "column_names", None) or dict.fromkeys(name for record in records for name in record)
@@ -262,17 +257,6 @@ class CalibrationSource:
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
         return sorted(token for token in special if token in words)
 
-    @cached_property
-    def turn_end(self) -> int | None:
-        """The added token by which the chat template ends an assistant's turn; None without such."""
-        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": MARK}]
-        with contextlib.suppress(SltaError):  # there is no template, or it wants other turns
-            text = record_text({"messages": turns}, "", where="it", render_chat=self._render_chat)
-            after = text.text[text.answer[1] :].lstrip() if text.answer else ""
-            first: list[int] = self.tokenizer(after, add_special_tokens=False, padding=False)["input_ids"][:1]
-            return next((token for token in first if token in self.tokenizer.added_tokens_decoder), None)
-        return None
-
     def tokens(self, record: Record) -> tuple[int, ...]:
         """The token ids of a record; none if it does not fit."""
         with contextlib.suppress(UnfitRecord):
@@ -292,11 +276,7 @@ class CalibrationSource:
 
     @cached_property
     def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that calibrates if it has a chat template, or else the expert's.
-
-        Raises:
-            SltaError: neither has one.
-        """
+        """The tokenizer that calibrates if it has a chat template, or else the expert's."""
         tokenizer = self.tokenizer if self.has_chat_template else self.load_expert_tokenizer()
         if not _has_chat_template(tokenizer):
             raise SltaError(
@@ -310,6 +290,18 @@ def _has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     with contextlib.suppress(ValueError, NotImplementedError):
         return bool(tokenizer.get_chat_template())
     return False
+
+
+def end_of_turn(tokenizer: Any) -> str | None:
+    """The token that a tokenizer's chat template writes after an assistant's turn; None if it shows none."""
+    turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # without a template, or of any kind that the template raises
+        LOG.info("%s shows no end of a turn: %s", tokenizer.name_or_path, first_line(error))
+        return None
+    after = text.partition(MARK)[2].lstrip()
+    return max((token for token in tokenizer.get_added_vocab() if after.startswith(token)), key=len, default=None)
 
 
 def _in_lines(turns: Turns, tools: object = None) -> str:
@@ -478,13 +470,7 @@ def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
 
 
 def source_key(source: str) -> tuple[str, ...]:
-    """Identify a calibration source: the key is equal for two spellings of the same file or dataset.
-
-    Raises:
-        SltaError: the query of a dataset is malformed.
-    """
-    if "\0" in source:
-        raise SltaError(f"Calibration source {source!r} holds a null character, which no path has: remove it.")
+    """Identify a calibration source: the key is equal for two spellings of the same file or dataset."""
     if not is_dataset(source):
         return ("file", os.path.realpath(os.path.expanduser(source)))
     name, config, split = parse_dataset(source)

@@ -16,7 +16,8 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import files
-from mergekit_slta.checks.tokenizers import GENERATION, TOKENIZER, end_of_turn, json_file, stop_ids
+from mergekit_slta.checks.tokenizers import GENERATION, TOKENIZER, json_file, stop_ids
+from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.engine.partial import run_of
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub

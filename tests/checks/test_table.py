@@ -210,10 +210,6 @@ def own_code(named: Any, imports: str = "") -> Edit:
 OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
 
 
-def misspelt_with_a_tokenizer(case: Case) -> None:
-    case.name(f"{case.expert}s").recipe["tokenizer_source"] = "union"
-
-
 def in_a_folder_with_a_plus(case: Case) -> None:
     case.name(shutil.copytree(case.expert, case.folder / "a+b"))
 
@@ -250,10 +246,6 @@ MODELS: Rows = [
     (
         lambda c: c.name(c.base.with_name("bsae")),
         "there is no such folder, did you mean 'base', and it is not the name of a repository.",
-    ),
-    (
-        misspelt_with_a_tokenizer,
-        "EXPERTs cannot be used: there is no such folder, did you mean 'expert0', and it ",
     ),
     (in_a_folder_with_a_plus, "mergekit takes what follows '+' in HERE/a+b for an adapter: rename that folder."),
     (
