@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from mergekit_slta.data.sources import READERS
 from mergekit_slta.errors import SltaError
@@ -129,13 +128,6 @@ ACTMAT_RIDGE, ACTMAT_RIDGE_OF_ADAPTERS = 0.03, 3.0
 SMALLEST_ACTMAT_RIDGE = 1e-4  # of what float32 bears (actmat/covariance.py)
 
 
-def _beyond_rounding(ridge: float) -> float:
-    if ridge < SMALLEST_ACTMAT_RIDGE:
-        rule = f"Input should be at least {SMALLEST_ACTMAT_RIDGE:g} (with less, rounding decides)"
-        raise PydanticCustomError("ridge", rule)
-    return ridge
-
-
 def has_adapters(models: Iterable[object]) -> bool:
     """Whether any of a recipe's models is an adapter."""
     return any(isinstance(model, ModelReference) and model.lora is not None for model in models)
@@ -156,7 +148,7 @@ class ActmatSettings(MethodSettings):
         "every linear map is solved by least squares without prompts; the experts' changes stand in for the inputs."
     )
     expert: ClassVar[type[Parameters]] = ActmatExpert
-    ridge: Annotated[FiniteFloat, AfterValidator(_beyond_rounding)] | Literal["auto"] = Field(
+    ridge: Annotated[FiniteFloat, Field(ge=SMALLEST_ACTMAT_RIDGE)] | Literal["auto"] = Field(
         default="auto",
         description=f"pulls every matrix towards the experts' mean; at least {SMALLEST_ACTMAT_RIDGE:g}; `auto` is "
         f"{ACTMAT_RIDGE:g}, and {ACTMAT_RIDGE_OF_ADAPTERS:g} for adapters",

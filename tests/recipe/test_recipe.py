@@ -95,10 +95,7 @@ FAULTS = [
     (content(parameters={"sample": 3}), f"Unknown parameter 'sample' {SHARED}, did you mean 'samples'?"),
     (content(parameters={"zzz": 1}), f"Unknown parameter 'zzz' {SHARED}; the known ones are balance,"),
     (content(parameters={"samples": 0}), f"'samples' {SHARED} should be greater than or equal to 1, not 0."),
-    *(
-        (content("actmat", parameters={"ridge": ridge}), f"'ridge' {SHARED} should be at least 0.0001 (with less,")
-        for ridge in (-1, 0, 1e-5)
-    ),
+    (content("actmat", parameters={"ridge": 1e-5}), f"'ridge' {SHARED} should be greater than or equal to 0.0001"),
     (content(parameters={"samples": True}), f"'samples' {SHARED} should be a number, not True."),
     (content(parameters={"balance": "perhaps"}), f"'balance' {SHARED} should be true or false, not 'perhaps'."),
     (content(parameters={"ridge": "nan"}), f"'ridge' {SHARED} should be a finite number"),
