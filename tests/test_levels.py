@@ -4,27 +4,18 @@ import pytest
 
 from mergekit_slta.levels import Place, fused_map_part, head_part, of_level, place_of, submodule_name
 
-NAMES = {
-    "model": Place(None, "model"),
-    submodule_name(12): Place(12, "layer"),
-    submodule_name(0, "attn"): Place(0, "attn"),
-    submodule_name(0, "mlp"): Place(0, "mlp"),
-    submodule_name(3, head_part(11)): Place(3, "head"),
-    submodule_name(3, "self_attn.q_proj"): Place(3, "self_attn.q_proj"),
-    submodule_name(3, fused_map_part("mlp.experts", 7, "down_proj")): Place(3, "mlp.experts.down_proj"),
-}
 
-
-def test_the_names_are_the_published_ones_and_tell_their_place() -> None:
-    assert {name: place_of(name) for name in NAMES} == NAMES
-    assert list(NAMES)[1:] == [
-        "layer.12",
-        "layer.0.attn",
-        "layer.0.mlp",
-        "layer.3.head.11",
-        "layer.3.self_attn.q_proj",
-        "layer.3.mlp.experts.7.down_proj",
-    ]
+@pytest.mark.parametrize(
+    ("part", "name", "kind"),
+    [
+        ("", "layer.3", "layer"),
+        ("attn", "layer.3.attn", "attn"),
+        (head_part(11), "layer.3.head.11", "head"),
+        (fused_map_part("mlp.experts", 7, "down_proj"), "layer.3.mlp.experts.7.down_proj", "mlp.experts.down_proj"),
+    ],
+)
+def test_the_names_are_the_published_ones_and_tell_their_place(part: str, name: str, kind: str) -> None:
+    assert submodule_name(3, part) == name and place_of(name) == Place(3, kind)
 
 
 # The submodules of a layer in a file of several levels, and which of them are a level's.

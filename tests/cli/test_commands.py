@@ -144,13 +144,6 @@ def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: s
     assert said in run("merge", recipe, tmp_path / "out", code=1).output
 
 
-def test_other_methods_are_refused(llama: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe = write_recipe(llama, method="linear", calibration=False)
-    assert "merge_method is 'linear'" in run("check", recipe, code=1).output
-    refused = run("calibrate", recipe, "-o", tmp_path / "stats.safetensors", code=1).output
-    assert "merge_method is 'linear': this command knows slta, featcal." in refused
-
-
 # calibrate
 
 

@@ -39,6 +39,14 @@ SWITCHED = (
     "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}"
 )
 PRINTED = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<end>{% endfor %}"
+JSON_RESULTS = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | tojson if m.role == 'tool' else m.content }}{% endfor %}"
+)
+OBEYED = "{% for m in messages %}[{{ m.role }}]{{ m.content | replace('/no_think', '') }}{% endfor %}"
+USERS_ONLY = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+    "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
 
 SCHEMA = [{"type": "function", "function": {"name": "find", "parameters": {"n": {"type": "integer"}}}}]
 
@@ -159,7 +167,9 @@ FOLDED = [turn("user", "be kind\n\nhi"), SAID[1]]
         (PRINTED, [turn("user", PARTS), SAID[1]], SAID),
         (STRICT, [SYSTEM, *SAID], FOLDED),
         (STRICT, [SYSTEM, turn("user", PARTS), turn("assistant", [{"type": "text", "text": "ho"}])], FOLDED),
+        (USERS_ONLY, [SYSTEM, *SAID], FOLDED),
         (PLAIN, [SYSTEM, *SAID], [SYSTEM, *SAID]),
+        (OBEYED, [turn("system", "be kind /no_think"), *SAID], [turn("system", "be kind /no_think"), *SAID]),
         (TEXTS, CALLED, [ASKED, turn("assistant", "", tool_calls=[JSON_CALL])]),
         (TEXTS.replace("' ' + ", "' ' }}{{ "), CALLED, [ASKED, turn("assistant", "", tool_calls=[JSON_CALL])]),
     ],
@@ -172,44 +182,32 @@ def test_a_conversation_is_changed_as_the_template_needs_it(
     assert answer == ("ho" if given is not CALLED else '<calls>find {"q": "a", "n": 3}</calls>')
 
 
+UNFIT = "row 2 does not fit the chat template ({}): give the expert"
+NO_TEXT = "'messages' of row 2 has a part of the type '{}'"
+
+
 @pytest.mark.parametrize(
     ("template", "turns", "reason"),
     [
-        (STRICT, [SYSTEM, ASKED, *SAID], "roles must alternate"),
-        (PRINTED, CALLED, "it writes no tool calls"),
-        (PRINTED, [turn("user", "find a"), CALLED[1]], "it writes no tool calls"),
-        (PRINTED, [ASKED, turn("tool", [{"temp": 20}])], "it would print a list or a table"),
+        (STRICT, [SYSTEM, ASKED, *SAID], UNFIT.format("roles must alternate")),
+        (PRINTED, CALLED, UNFIT.format("it writes no tool calls")),
+        (PRINTED, [turn("user", "find a"), CALLED[1]], UNFIT.format("it writes no tool calls")),
+        (PRINTED, [ASKED, turn("tool", [{"temp": 20}])], UNFIT.format("it would print a list or a table")),
+        (PLAIN, [turn("user", [*PARTS, {"type": "image"}]), SAID[1]], NO_TEXT.format("image")),
+        (LISTS, [turn("user", [{"image": "a.png"}, *PARTS])], NO_TEXT.format("image")),
+        (PRINTED, [turn("user", [{"type": "image_url", "image_url": {"url": "a"}}])], NO_TEXT.format("image_url")),
+        (PLAIN, [turn("user", [{"text": None, "input_audio": "a"}])], NO_TEXT.format("input_audio")),
     ],
 )
-def test_a_conversation_that_the_template_cannot_write_is_skipped(
+def test_a_conversation_that_cannot_be_written_as_text_is_skipped(
     template: str, turns: list[dict[str, Any]], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
     source = write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID}, {"messages": turns}])
     assert load(source, tokenizer).records == (0,)
-    skipped = f"skipped 1 row, the first because row 2 does not fit the chat template ({reason}): give the expert"
-    assert skipped in caplog.text
-    assert reason in refused(load, write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}]), tokenizer)
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image"},
-        {"type": "image_url", "image_url": {"url": "a"}},
-        {"image": "a.png"},
-        {"type": "input_audio", "text": None, "input_audio": {"data": "a"}},
-    ],
-)
-@pytest.mark.parametrize("template", [PRINTED, PLAIN, LISTS])
-def test_a_conversation_with_a_part_that_is_no_text_is_skipped_and_counted(
-    template: str, part: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
-    shown_and_asked = [turn("user", [*PARTS, part]), SAID[1]]
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID}, {"messages": shown_and_asked}])
-    assert load(source, tokenizer).records == (0,)
-    assert "skipped 1 row, the first because 'messages' of row 2 has a part of the type 'i" in caplog.text
+    assert f"skipped 1 row, the first because {reason}" in caplog.text
+    alone = write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}])
+    assert reason.replace("row 2", "row 1") in refused(load, alone, tokenizer)
 
 
 @pytest.mark.parametrize("lists", [90, 300, 900])
@@ -247,26 +245,35 @@ def test_a_long_conversation_is_looked_through_in_time_that_grows_with_its_lengt
     assert time.process_time() - start < 5
 
 
+def thinking(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [ASKED, turn("assistant", content, **more)]}
+
+
 @pytest.mark.parametrize(
-    ("template", "more", "content", "lost"),
+    ("template", "record", "lost"),
     [
-        (DISTILLED, {}, "<think>\nso\n</think>\n\n59", "the reasoning"),
-        (DISTILLED, {}, "so</think>59", "the reasoning"),
-        (PLAIN, {"reasoning_content": "so"}, "59", "the reasoning"),
-        (PLAIN, {}, "<think>so</think>59", ""),
-        (LISTS, {}, [{"type": "text", "text": "<think>so</think>59"}], ""),
-        (TOOLS, {"reasoning_content": "so"}, "59", ""),
-        (DISTILLED, {}, "<think>\n\n</think>\n\n59", ""),
-        (DISTILLED, {"reasoning_content": None}, "59", ""),
-        (SWITCHED, {"reasoning_content": "so"}, "59", ""),
+        (DISTILLED, thinking("<think>\nso\n</think>\n\n59"), "the reasoning"),
+        (DISTILLED, thinking("so</think>59"), "the reasoning"),
+        (PLAIN, thinking("59", reasoning_content="so"), "the reasoning"),
+        (PLAIN, thinking("<think>so</think>59"), ""),
+        (LISTS, thinking([{"type": "text", "text": "<think>so</think>59"}]), ""),
+        (TOOLS, thinking("59", reasoning_content="so"), ""),
+        (DISTILLED, thinking("<think>\n\n</think>\n\n59"), ""),
+        (DISTILLED, thinking("59", reasoning_content=None), ""),
+        (SWITCHED, thinking("59", reasoning_content="so"), ""),
+        (PLAIN, {"messages": SAID, "tools": SCHEMA}, "the tools"),
+        (USERS_ONLY, {"messages": [ASKED, turn("tool", "42"), SAID[1]]}, "a turn of the tool"),
+        (USERS_ONLY, {"messages": [KIND, *SAID]}, ""),  # it is said by the user
+        # What a template writes otherwise
+        (JSON_RESULTS, {"messages": [ASKED, turn("tool", '{"temp": 20,\n"ü": 1}'), SAID[1]]}, ""),
+        (OBEYED, {"messages": [turn("system", "be kind /no_think"), *SAID]}, ""),
     ],
 )
-def test_answers_that_lose_their_reasoning_are_counted(
-    template: str, more: dict[str, Any], content: Any, lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_what_the_template_leaves_out_is_counted(
+    template: str, record: dict[str, Any], lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
-    records = [{"messages": [ASKED, turn("assistant", content, **more)]}] * 2 + [{"messages": SAID}]
-    source = write_jsonl(tmp_path / "a.jsonl", records)
+    source = write_jsonl(tmp_path / "a.jsonl", [record, record, {"messages": SAID}])
     load(source, tokenizer, samples=3)
     counted = f"Calibration source {source!r}: the chat template leaves out {lost} of 2 of 3 prompts: write it in"
     assert [line.startswith(counted) for line in caplog.messages if "leaves out" in line] == [True] * bool(lost)
@@ -287,10 +294,9 @@ def test_a_conversation_is_written_once_and_once_more_to_place_its_answer(
 
 
 SILENT = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}<end>{% endfor %}"
-FIRST = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
 
 
-@pytest.mark.parametrize("template", [SILENT, FIRST])
+@pytest.mark.parametrize("template", [SILENT, LISTS])
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -309,11 +315,7 @@ def test_parts_that_the_template_would_leave_out_in_silence_are_joined(
     assert answer == text and not caplog.messages
 
 
-JSON_RESULTS = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content | tojson if m.role == 'tool' else m.content }}{% endfor %}"
-)
 CALLS_ALONE = TOOLS.replace("{{ m.content }}", "{% if m.tool_calls is not defined %}{{ m.content }}{% endif %}")
-OBEYED = "{% for m in messages %}[{{ m.role }}]{{ m.content | replace('/no_think', '') }}{% endfor %}"
 
 
 @pytest.mark.parametrize("tools", [None, SCHEMA])
@@ -331,20 +333,6 @@ def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
     _, _, answer = shown({"messages": chat}, CALLS_ALONE, tmp_path)
     assert answer == '<calls>find {"q": "a", "n": 3}</calls>'
     assert "leaves out the words beside a tool call of 1 of 1 prompts" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("template", "chat"),
-    [
-        (JSON_RESULTS, [ASKED, turn("tool", '{"temp": 20,\n"ü": 1}'), SAID[1]]),
-        (OBEYED, [turn("system", "be kind /no_think"), *SAID]),
-    ],
-)
-def test_what_a_template_writes_otherwise_is_not_called_left_out(
-    template: str, chat: list[dict[str, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    row, _, _ = shown({"messages": chat}, template, tmp_path)
-    assert row == by_hand(chat, None, template, tmp_path) and not caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -376,12 +364,6 @@ def test_reasoning_is_a_part_of_the_answer(tmp_path: Path) -> None:
     assert text == "[user]hi<end>[assistant]<think>so</think>59<end>" and answer == "<think>so</think>59"
 
 
-def test_tools_that_the_template_does_not_write_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer", PLAIN)
-    load(write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID, "tools": SCHEMA}, {"messages": SAID}]), tokenizer)
-    assert "leaves out the tools of 1 of 2 prompts" in caplog.text
-
-
 def test_a_tokenizers_template_for_tools_writes_conversations_with_tools(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     tokenizer.chat_template = {"default": PLAIN, "tool_use": TOOLS}
@@ -400,20 +382,3 @@ def test_rows_of_a_table_have_the_arguments_that_they_have_as_json(tmp_path: Pat
     assert table.token_ids == load(write_jsonl(tmp_path / "a.jsonl", records), tokenizer, max_tokens=500).token_ids
     (row,) = load(write_jsonl(tmp_path / "b.jsonl", records[1:2]), tokenizer, max_tokens=500).token_ids
     assert str(tokenizer.decode([*row])).endswith('<calls>find {"n": 3, "deep": {"x": 1}}</calls><end>')
-
-
-USERS_ONLY = (
-    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
-    "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
-)
-
-
-def test_a_turn_that_the_template_ignores_is_folded_or_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tool = [ASKED, turn("tool", "42"), turn("assistant", "ho")]
-    _, text, answer = shown({"messages": [turn("system", "be kind"), *SAID]}, USERS_ONLY, tmp_path)
-    assert "be kind" in text and answer == "ho"
-    assert not caplog.messages
-    shown({"messages": tool}, USERS_ONLY, tmp_path)
-    assert any("leaves out a turn of the tool of 1 of 1 prompts" in message for message in caplog.messages)
