@@ -106,12 +106,9 @@ def drawn(figure: Figure, form: str = "png") -> bytes:
 
 
 def line_chart(panels: Sequence[Panel], *, x_label: str, y_label: str, lowest: float = -math.inf) -> Figure:
-    """Panels of lines below each other, with one scale, so that they can be compared.
+    """Panels of the same lines below each other, with one scale, so that they can be compared.
 
-    Args:
-        panels: the panels, each with the same series in the same order.
-        x_label, y_label: the axes' names with their units; x is a whole number.
-        lowest: smaller values are drawn here.
+    On the x axis are whole numbers; values below ``lowest`` are drawn there.
     """
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines], sharey=True)

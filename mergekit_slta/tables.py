@@ -63,9 +63,6 @@ class Paragraphs:
     def to_frame(self) -> pandas.DataFrame:
         """The numbers as a table of pandas, whose columns ``columns`` describes; what is undefined is NaN.
 
-        Returns:
-            A ``pandas.DataFrame``.
-
         Raises:
             SltaError: pandas is not installed.
         """

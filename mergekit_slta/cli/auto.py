@@ -87,11 +87,7 @@ def plan(
     keep_base: bool = True,
     against: Sequence[str] = (),
 ) -> Plan:
-    """Plan a merge by featcal and its rivals; see the command's help.
-
-    Raises:
-        SltaError: prompts are given for some of the experts, or for more models than have tasks.
-    """
+    """Plan a merge by featcal and its rivals; see the command's help."""
     models = [*experts, *[base] * keep_base]
     if len(calibration) not in {0, len(experts), len(models)}:
         raise SltaError(
@@ -157,18 +153,10 @@ def described(planned: Plan, experiment: Experiment) -> Iterator[str]:
 
 
 class Run:
-    """A plan's steps: those that are done, and those that are run now.
-
-    Args:
-        planned: the plan, whose folder is created with the first step.
-        run: runs a command, given its words after "mergekit-slta".
-        quiet: print no commands.
-
-    Raises:
-        SltaError: the folder holds other files.
-    """
+    """A plan's steps: those that are done, and those that are run now."""
 
     def __init__(self, planned: Plan, run: Callable[[Sequence[str]], object], quiet: bool = False) -> None:
+        """``run`` takes a command's words after "mergekit-slta"; an SltaError if the folder holds other files."""
         self._plan, self._run, self._quiet = planned, run, quiet
         self._steps, folder = planned.folder / STEPS, planned.folder
         if folder.is_dir() and any(folder.iterdir()) and not self._steps.is_file():

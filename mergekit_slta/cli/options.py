@@ -17,32 +17,21 @@ LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 COUNT = click.IntRange(min=1)
 FILE = click.Path(dir_okay=False, path_type=Path)
 FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+def _switch(name: str, help: str) -> click.Option:
+    return click.Option([f"--{name}/--no-{name}"], default=False, show_default=True, help=help)
+
+
 # mergekit's options that say where to compute and how to get models, copied because to import mergekit takes seconds.
 MODEL_OPTIONS = [
     click.Option(["--transformers-cache"], show_default=True, help="Override storage path for downloaded models"),
     click.Option(["--lora-merge-cache"], show_default=True, help="Path to store merged LORA models"),
-    click.Option(["--cuda/--no-cuda"], default=False, show_default=True, help="Perform matrix arithmetic on GPU"),
+    _switch("cuda", "Perform matrix arithmetic on GPU"),
     click.Option(["--device"], show_default=True, help="Perform matrix arithmetic on specified device"),
-    click.Option(
-        ["--trust-remote-code/--no-trust-remote-code"],
-        default=False,
-        show_default=True,
-        help="Trust remote code from huggingface repos (danger)",
-    ),
-    click.Option(
-        ["-v", "verbosity"],
-        type=int,
-        count=True,
-        default=0,
-        show_default=False,
-        help="Verbose logging (repeat for more verbosity)",
-    ),
-    click.Option(
-        ["--quiet/--no-quiet"],
-        default=False,
-        show_default=True,
-        help="Suppress progress bars and other non-essential output",
-    ),
+    _switch("trust-remote-code", "Trust remote code from huggingface repos (danger)"),
+    click.Option(["-v", "verbosity"], type=int, count=True, help="Verbose logging (repeat for more verbosity)"),
+    _switch("quiet", "Suppress progress bars and other non-essential output"),
 ]
 
 

@@ -14,7 +14,6 @@ import click
 from mergekit.common import ModelPath, ModelReference
 from transformers import PreTrainedTokenizerBase
 
-from mergekit_slta.data.records import Span
 from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import RECIPE_OF_MERGE
@@ -258,25 +257,17 @@ def evaluate(
         merges = [str(folder) for folder in folders]
     results = [experiment.checkpoint(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
     models = dict(zip([*names, *merges], [experiment.base, *experiment.experts, *results], strict=True))
-    if not experiment.quiet:
-        click.echo(f"Memory: about {as_size(scoring_bytes(experiment.decoder, list(groups.values())))}", err=True)
-    scores = [
-        score_model(
-            model,
-            list(groups.values()),
-            device=experiment.device,
-            doing=f"Evaluating {name}, {number} of {len(models)} models",
-            quiet=experiment.quiet,
-        )
-        for number, (name, model) in enumerate(models.items(), 1)
-    ]
-    tokenizer = experiment.samples_tokenizer
-    compared = {
-        title: _task(
-            title, published_name(tasks[title].reference), group, dict(zip(models, of_task, strict=True)), tokenizer
-        )
-        for (title, group), *of_task in zip(groups.items(), *scores, strict=True)
-    }
+    samples_of, device, quiet = list(groups.values()), experiment.device, experiment.quiet
+    if not quiet:
+        click.echo(f"Memory: about {as_size(scoring_bytes(experiment.decoder, samples_of))}", err=True)
+    scores = list[list[list[Score]]]()
+    for number, (name, model) in enumerate(models.items(), 1):
+        doing = f"Evaluating {name}, {number} of {len(models)} models"
+        scores.append(score_model(model, samples_of, device=device, doing=doing, quiet=quiet))
+    compared = dict[str, TaskComparison]()
+    for (title, group), *of_task in zip(groups.items(), *scores, strict=True):
+        by_model, own = dict(zip(models, of_task, strict=True)), published_name(tasks[title].reference)
+        compared[title] = _task(title, own, group, by_model, experiment.samples_tokenizer)
     return Comparison(compared, tuple(title for title in tasks if title not in groups))
 
 
@@ -290,29 +281,22 @@ def _calibrated(folders: Iterable[Path]) -> Iterator[Recipe]:
 
 
 def _held_out(experiment: Experiment, task: Task, samples: int, recipes: Sequence[Recipe]) -> Group:
-    """A task's held-out records of which anything can be predicted."""
-    data = experiment.held_out(task, samples, recipes)
-    return [_sample(row, answer) for row, answer in zip(data.token_ids, data.answers, strict=True) if len(row) > 1]
-
-
-def _sample(row: tuple[int, ...], answer: Span | None) -> Sample:
-    """A record of which the answer is predicted, as far as it is in the row; all tokens where none is known."""
-    begin, end = answer or (1, len(row))
-    return Sample(row, begin, min(end, len(row)), answer is not None, answer is not None and end <= len(row))
+    """A task's held-out records, to predict their answers as far as they are in the row, or all tokens without one."""
+    data, group = experiment.held_out(task, samples, recipes), list[Sample]()
+    for row, answer in zip(data.token_ids, data.answers, strict=True):
+        begin, end = answer or (1, len(row))
+        if len(row) > 1:  # otherwise nothing can be predicted
+            known = answer is not None
+            group.append(Sample(row, begin, min(end, len(row)), known, known and end <= len(row)))
+    return group
 
 
 def _task(
-    title: str,
-    model: str,
-    group: Group,
-    scores: Mapping[str, Sequence[Score]],
-    tokenizer: PreTrainedTokenizerBase,
+    title: str, model: str, group: Group, scores: Mapping[str, Sequence[Score]], tokenizer: PreTrainedTokenizerBase
 ) -> TaskComparison:
     """A task's comparison, from the scores of its records by every model."""
-    tokens, special = (
-        sum(sample.length for sample in group),
-        {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder},
-    )
+    tokens = sum(sample.length for sample in group)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
     worse, better = losses[BASE], losses.get(_expert(title), 0.0)
     if title == KEEP:

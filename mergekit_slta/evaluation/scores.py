@@ -65,17 +65,7 @@ def score_model(
     doing: str = "Evaluating",
     quiet: bool = True,
 ) -> list[list[Score]]:
-    """Score every record of each group by a model, in float32, with one decoder layer in memory at a time.
-
-    Args:
-        checkpoint: the model.
-        groups: the records.
-        device: where layers run.
-        doing: what the progress bar says, unless it is ``quiet``.
-
-    Raises:
-        SltaError: the model knows too few tokens, or its logits cannot be computed layer by layer.
-    """
+    """Score every record of each group by a model, in float32, with one decoder layer in memory at a time."""
     highest = max(token for group in groups for sample in group for token in sample.token_ids)
     if highest >= (vocabulary := checkpoint.config.get_text_config().vocab_size):
         raise SltaError(

@@ -47,16 +47,9 @@ class Options(TypedDict, total=False):
 
 
 class Experiment:
-    """The opened models and data of a recipe.
+    """The opened models and data of a recipe, or of its file; ``ranks`` share the work, and the options are mergekit's.
 
-    Args:
-        recipe: the recipe, or its file.
-        ranks: the processes that share the work.
-        options: mergekit's options by their names.
-
-    Raises:
-        SltaError: the file cannot be read.
-        TypeError: mergekit has no option of a given name.
+    An SltaError if the file cannot be read, a TypeError if mergekit has no option of a given name.
     """
 
     def __init__(self, recipe: RecipeOrFile, *, ranks: Ranks | None = None, **options: Any) -> None:
@@ -133,11 +126,7 @@ class Experiment:
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The base model's decoder, without weights, traced on the CPU.
-
-        Raises:
-            SltaError: the base model cannot be opened or is not a decoder-only language model.
-        """
+        """The base model's decoder, without weights, traced on the CPU; an SltaError if it is no decoder-only model."""
         return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
 
     @property
@@ -201,12 +190,7 @@ class Experiment:
                 model.read({name: name}, self.decoder.model)
 
     def require_levels(self, levels: Sequence[str]) -> None:
-        """Refuse levels that the models cannot be compared at.
-
-        Raises:
-            SltaError: one is no level, or is ``model`` where vocabularies differ in size, or the logits need more than
-                the last layer's output.
-        """
+        """Refuse what is no level, and ``model`` where vocabularies or the models' tails let nobody compare logits."""
         require_levels(levels)
         if "model" in levels:
             others = other_vocabularies(self.pairs)
@@ -307,10 +291,8 @@ class Experiment:
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the task's number.
 
-        The check of a recipe already draws those of local files, and the run takes them from ``drawn``.
-
-        Raises:
-            SltaError: sources give no samples, some that a model cannot read, or those of two experts are the same.
+        The check of a recipe already draws those of local files, and the run takes them from ``drawn``. An SltaError if
+        sources give no samples, some that a model cannot read, or the same for two experts.
         """
         data = all_of(functools.partial(self._checked_samples, task, count) for task in tasks)
         seen: dict[str, Task] = {}

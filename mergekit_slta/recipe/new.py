@@ -39,17 +39,9 @@ def new_recipe(
 
     The merge keeps the base model's abilities, unless only several experts have a calibration source.
 
-    Args:
-        base: the base model, a folder or a Hub id.
-        experts: the experts, folders or Hub ids; an adapter after its base model, ``BASE+ADAPTER``. A folder that is
-            there is written with a leading ``./``, which mergekit does not look up on the Hub.
-        method: one of ``METHODS``.
-        calibration: the experts' calibration sources in their order, and after them that of the base model, if any.
-        weight: the experts' weight, for a method that does not solve it; the method's own by default.
-
-    Returns:
-        The recipe as YAML. Without calibration sources it names files of the models' answers. Above it are the commands
-        that write those of its files that are not there.
+    A folder that is there is written with a leading ``./``, which mergekit does not look up on the Hub. Calibration
+    sources are the experts' in their order, then the base model's, if any; without some, the recipe names files of the
+    models' answers. Above it are the commands that write those of its files that are not there.
 
     Raises:
         SltaError: a folder is missing, a model is named twice, or the calibration sources are not as many as the models

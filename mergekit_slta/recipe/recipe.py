@@ -285,10 +285,7 @@ EQUAL_DATA = "because with equal data every merging weight of slta is one over t
 def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
     """Refuse tasks without data, and experts that name the same data, with which every merging weight would be 1/T.
 
-    With a statistics file either all tasks or none need data.
-
-    Raises:
-        SltaError: everything that is wrong; malformed sources are not compared.
+    With a statistics file either all tasks or none need data. Malformed sources are not compared.
     """
     without = [str(task) for task in recipe.tasks if not task.calibration]
     problems = [without_calibration(without, str(recipe.base))] if without else []
@@ -314,9 +311,6 @@ def data_of(recipe: Recipe) -> Recipe:
     """A recipe with the same models and samples whose method takes samples: the recipe itself, or else one of ``slta``.
 
     mergekit's own methods ignore ``calibration`` and the other parameters of samples, so their recipes may have them.
-
-    Raises:
-        SltaError: the recipe has no base model.
     """
     config, names = recipe.config, {"template", "samples", "max_tokens", "seed"}
     if issubclass(SETTINGS.get(config.merge_method, Parameters), CalibrationSettings):

@@ -28,13 +28,9 @@ ERRORS_MEANING = (
 def drift_page(
     errors: torch.Tensor, ridges: Sequence[Sequence[float]], tasks: Sequence[tuple[str, int]], settings: FeatcalSettings
 ) -> Page:
-    """The report on a feature merge.
+    """The report on a feature merge, from its relative errors [L, T], and the ridges of each layer's matrices.
 
-    Args:
-        errors: the merged model's relative errors [L, T].
-        ridges: for each layer, those that its matrices were solved with.
-        tasks: the name of each task's own model, and how many prompts it has; two models may have one name.
-        settings: the settings of the merge.
+    Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
     """
     names = short_names([model for model, _ in tasks])
     chosen = settings.ridge == "auto"

@@ -26,11 +26,7 @@ SCORES_MEANING = (
 
 
 def write_linearity(result: Linearity, folder: Path) -> Path:
-    """Write ``linearity.json``, ``linearity.html`` and its charts as PNG files into a folder.
-
-    Returns:
-        The path of ``linearity.html``.
-    """
+    """Write ``linearity.json``, ``linearity.html`` and its charts into a folder; return the page's path."""
     files.write(folder / "linearity.json", as_json(result.metrics).encode())
     return linearity_page(result).write(folder, "linearity.html")
 

@@ -49,11 +49,7 @@ class Page:
         return environment.get_template("page.html.jinja").render(page=self, version=__version__)
 
     def write(self, folder: Path, name: str) -> Path:
-        """Write the page and every chart's picture into a folder.
-
-        Returns:
-            The page's path.
-        """
+        """Write the page and every chart's picture into a folder; return the page's path."""
         for chart in self.charts:
             files.write(folder / f"{chart.name}.png", drawn(chart.picture))
         files.write(folder / name, self.html().encode())
