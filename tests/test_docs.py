@@ -36,7 +36,7 @@ def blocks(text: str, language: str) -> list[str]:
 def code(text: str) -> Iterator[str]:
     """The lines in code blocks, and the code in the text around them."""
     for _, body in FENCE.findall(text):
-        yield from body.splitlines()
+        yield from body.replace("\\\n", " ").splitlines()  # a command may go on in the next line
     yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", FENCE.sub("", text)))
 
 
