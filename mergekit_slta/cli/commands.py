@@ -225,14 +225,14 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     torchrun --nproc-per-node N -m mergekit_slta calibrate RECIPE -o STATS
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.host.run import joined_ranks
+    from mergekit_slta.engine.ranks import joined
     from mergekit_slta.recipe.recipe import Recipe
     from mergekit_slta.slta.measure import statistics_of
     from mergekit_slta.tables import as_size
 
     path = stats.expanduser()
     merge_options = applied(options)
-    with joined_ranks() as ranks, interruptible("resumes after the finished layers"):
+    with joined() as ranks, interruptible("resumes after the finished layers"):
         loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
         experiment = sound_experiment(loaded, ranks, **merge_options)
         if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
@@ -413,12 +413,12 @@ def linearity(
     torchrun --nproc-per-node N -m mergekit_slta linearity RECIPE -o DIR
     """
     from mergekit_slta.checks.examine import sound_experiment
-    from mergekit_slta.host.run import joined_ranks
+    from mergekit_slta.engine.ranks import joined
     from mergekit_slta.nonlinearity.studies import linearity as measured
     from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)
-    with joined_ranks() as ranks, interruptible("starts over"):
+    with joined() as ranks, interruptible("starts over"):
         experiment = sound_experiment(recipe, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -462,13 +462,13 @@ def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None
     there. It takes all options of mergekit-yaml. Under torchrun, the processes share the calibration, and the first
     one merges. --json gives the folder, and OUT/mergekit-slta/merge.json, which says what was merged and how.
     """
+    from mergekit_slta.engine.ranks import joined
     from mergekit_slta.host.merge import merge as merge_models
-    from mergekit_slta.host.run import joined_ranks
     from mergekit_slta.output import manifest
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
-    with joined_ranks() as ranks:
+    with joined() as ranks:
         folder = merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
     if ranks.first:
         _show(None, lambda: as_json({"out": str(folder), "manifest": manifest.read(folder)}), json_file)

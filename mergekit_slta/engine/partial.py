@@ -41,7 +41,8 @@ class Partial:
         self.folder = folder
         # The system frees the lock when this process ends, however that happens.
         self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
-        self._created: list[Path] = []
+        # A merge makes the folder around it, too.
+        self._made = [folder, folder.parent] if folder.match(files.PARTIAL_OF_MERGE) else [folder]
 
     @contextlib.contextmanager
     def held(self, ranks: Ranks) -> Iterator[None]:
@@ -57,14 +58,13 @@ class Partial:
         finally:
             if ranks.first and not (self.folder / RUN).exists():  # the first process may still be at work
                 (self.folder / LOCK).unlink(missing_ok=True)
-                _remove_empty(self._created)
+                _remove_empty(self._made)
             self._lock.release()
 
     def _create(self) -> None:
         odd, run = _odd_entry(self.folder), run_of(self.folder)  # in this order: another process may begin between them
         if run is None and odd:
             raise SltaError(f"{self.folder} holds {odd}, which no unfinished run writes: name another file or folder.")
-        self._created = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def _take(self) -> None:
@@ -117,13 +117,12 @@ class Partial:
         (self.folder / RUN).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Delete the folder, unless it is a user's, and the one that a merge made for it."""
+        """Delete the folder, unless it is a user's, and what a merge made around it."""
         if (self.folder / RUN).is_file() or _odd_entry(self.folder) is None:
             with contextlib.suppress(OSError):
                 self._delete_layers()
                 shutil.rmtree(self.folder, ignore_errors=True)
-        if self.folder.match(files.PARTIAL_OF_MERGE):
-            _remove_empty([self.folder.parent])
+        _remove_empty(self._made[1:])
 
     def finished(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> set[int]:
         """The finished layers, given for each layer the shapes that its file must hold."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.models.layout import silenced
 
 Result = TypeVar("Result")
 PATIENCE = timedelta(days=1)  # while one rank merges adapters; torchrun itself ends all of them when one has failed
@@ -82,26 +84,23 @@ class Ranks:
             dist.barrier()
 
 
-def join() -> Ranks:
-    """Join the processes of ``torchrun``, through nccl if each has a GPU, else gloo."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        return Ranks()
-    if not dist.is_initialized():
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """The processes of ``torchrun``, joined until the end of the block if they were not joined before.
+
+    They speak through nccl if each has a GPU, else gloo; all but the first are silent.
+    """
+    count, before = int(os.environ.get("WORLD_SIZE", "1")), dist.is_initialized()
+    if count > 1 and not before:
         own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if own_gpus else None
         if gpu is not None:
             torch.cuda.set_device(gpu)
         dist.init_process_group("nccl" if own_gpus else "gloo", timeout=PATIENCE, device_id=gpu)
-    return Ranks(dist.get_rank(), count)
-
-
-@contextlib.contextmanager
-def joined() -> Iterator[Ranks]:
-    """The processes of ``torchrun``, joined until the end of the block if they were not joined before."""
-    before = dist.is_initialized()
+    ranks = Ranks(dist.get_rank(), count) if count > 1 else Ranks()
     try:
-        yield join()
+        with contextlib.nullcontext() if ranks.first else silenced(logging.WARNING):
+            yield ranks
     finally:
         if dist.is_initialized() and not before:
             dist.destroy_process_group()

@@ -45,11 +45,8 @@ def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[M
 
     Args:
         recipe: the recipe, or its file.
-        out: the folder to write to.
+        out: the folder to write to, which is returned.
         options: see ``MergeOptions``.
-
-    Returns:
-        The folder of the merged model.
 
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import os
@@ -17,16 +16,16 @@ from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions as MergekitOptions
 
+from mergekit_slta import files
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.ranks import Ranks, joined
+from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME
-from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
 from mergekit_slta.recipe.experiment import Experiment
@@ -90,7 +89,7 @@ def run(
         recipe = Recipe.parse(source or config.to_yaml(), "The recipe")
         rename(config)
         recipe.config = config  # a program may have changed what it read
-        with joined_ranks() as ranks, files_named("correct that and run the command again"):
+        with joined() as ranks, files_named("correct that and run the command again"):
             _run(stock, Experiment(recipe, ranks=ranks, **options), out)
 
 
@@ -153,7 +152,8 @@ def _finish(experiment: Experiment, merge: Merge, folder: Path, earlier: Mapping
     manifest.write(manifest.describe(experiment, merge.solution, folder), folder)
     if experiment.options.write_model_card:
         try:
-            card.write_card(folder, experiment.recipe, merge.solution)
+            text = card.merge_card(folder, experiment.recipe, merge.solution)
+            files.write(folder / card.CARD, text.encode())
         except (SltaError, OSError) as error:  # the model is written: no text of a card may make the merge fail
             LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
     return unfinished
@@ -168,13 +168,6 @@ def _say_differences(experiment: Experiment, folder: Path) -> None:
             click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
 
     experiment.ranks.together(say)
-
-
-@contextlib.contextmanager
-def joined_ranks() -> Iterator[Ranks]:
-    """The processes that torchrun started; all but the first are silent until the end of the block."""
-    with joined() as ranks, contextlib.nullcontext() if ranks.first else silenced(logging.WARNING):
-        yield ranks
 
 
 # The words after a merge

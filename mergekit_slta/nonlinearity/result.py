@@ -121,11 +121,7 @@ class Linearity(Paragraphs):
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def plot(self) -> Figure:
-        """Draw every expert's non-linearity score by kinds of submodules, as Figure 1a of the paper.
-
-        Returns:
-            A figure of matplotlib.
-        """
+        """Draw every expert's non-linearity score by kinds of submodules, as Figure 1a of the paper."""
         from mergekit_slta.figures import Bars, bar_chart  # imports matplotlib
 
         bars = []

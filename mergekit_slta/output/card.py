@@ -37,11 +37,6 @@ SHOWN = 12  # characters of a commit
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def write_card(folder: Path, recipe: Recipe, solution: Solution | None) -> None:
-    """Complete mergekit's card of a merge; an OSError leaves it as it was."""
-    files.write(folder / CARD, merge_card(folder, recipe, solution).encode())
-
-
 def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> None:
     """Write an ``slta`` merge's statistics, and remove what an earlier one has written beside the weights.
 

@@ -76,9 +76,6 @@ def verify(
         merged: the folder that the merge was written to.
         options: see ``Options``.
 
-    Returns:
-        What is wrong.
-
     Raises:
         SltaError: the recipe or its base model cannot be opened, or the merged model's files cannot be read.
     """

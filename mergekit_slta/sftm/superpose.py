@@ -152,11 +152,7 @@ def conjugate_residuals(operator: Callable[[torch.Tensor], torch.Tensor], target
     """Solve A x = b for a positive semidefinite A by the method of conjugate residuals (Stiefel, 1955).
 
     The residual shrinks in every iteration. On a singular system it converges to the least-squares residual (Hayami and
-    Sugihara, 2011), while conjugate gradients diverge if b is not in A's range.
-
-    Args:
-        operator: x → A x, both [r].
-        target: b [r].
+    Sugihara, 2011), while conjugate gradients diverge if b is not in A's range. ``operator`` is x → A x, both [r].
     """
     solution, residual = torch.zeros_like(target), target.clone()
     image = operator(residual)
@@ -190,14 +186,6 @@ def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[torch.Te
     return (conjugate_residuals(lambda vector: multiply(blocks, vector, sizes), target / scale) * scale).split(sizes)
 
 
-def superpose(features: Sequence[SingularFeatures], coefficients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The merged task matrix Σ_t U_t diag(β_t) V_tᵀ (Eq. 1), [m, n]."""
-    merged = features[0].values.new_zeros(features[0].left.shape[0], features[0].right.shape[0])
-    for feature, beta in zip(features, coefficients, strict=True):
-        merged.addmm_(feature.left, (feature.right * beta).T)
-    return merged
-
-
 def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
     """Merge trimmed task matrices (Algorithm 1): the matrix of least norm that keeps the singular features of each.
 
@@ -218,7 +206,10 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     if len(touched) == 1 and not rank:
         return touched[0]
     features = [singular_features(matrix, rank) for matrix in touched]
-    merged = superpose(features, feature_coefficients(features)).to(touched[0])
+    total = features[0].values.new_zeros(matrices[0].shape)
+    for feature, beta in zip(features, feature_coefficients(features), strict=True):
+        total.addmm_(feature.left, (feature.right * beta).T)
+    merged = total.to(touched[0])
     growth = float(merged.norm() / max(matrix.norm() for matrix in touched))
     if growth > GROWTH:
         LOG.warning(

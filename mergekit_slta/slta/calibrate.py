@@ -5,14 +5,9 @@ For a submodule with input features x, gathered by running the base model on a s
     Delta_b(x) = f(x; theta_b) - f(x; theta_0)                           the feature delta [S, D], without padding
     G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
 
-A submodule is a part of the model that gets merging weights of its own: at level ``layer`` a decoder layer, at
-``attn_mlp`` its attention or its MLP, and so on (``levels.py``). The paper runs the base model through all layers,
-keeps each submodule's inputs, and then goes over the submodules; the engine's loop (``engine/loop.py``) does both layer
-by layer, so that no inputs are stored.
-
-Before this, ``measure.py`` looks for statistics that exist, and ``data/`` turns the samples into token ids. Within it,
-``grams.py`` runs one layer's submodules with the weights of each model. Everything after the Gram matrices is
-arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the merging weights of its submodule.
+The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules; the
+engine's loop (``engine/loop.py``) does both layer by layer, so that no inputs are stored. Everything after the Gram
+matrices is arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the weights of its submodule.
 
 Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimensions. Task T may be the base model's.
 """
@@ -50,19 +45,9 @@ def calibrate(
     ranks: Ranks | None = None,
     progress: Progress = lambda samples: None,
 ) -> Grams:
-    """Measure the Gram matrix of every submodule on every calibration sample.
+    """Measure the Gram matrix [N, T, T] of every submodule on every calibration sample, rows ordered by task.
 
-    Args:
-        decoder: the models' common decoder.
-        models: the base model, then the ``T`` experts.
-        tasks: the token ids of each task's samples.
-        levels: the levels to measure.
-        partial: as for ``pass_layers``.
-        ranks: the processes that share the batches.
-        progress: called with the number of this process's samples that have passed another layer.
-
-    Returns:
-        Submodule name to [N, T, T] float64, rows ordered by task, then by sample.
+    ``models`` are the base model, then the ``T`` experts; ``partial`` and ``progress`` are those of ``pass_layers``.
 
     Raises:
         SltaError: a checkpoint's tensors or an expert's features are not finite, or a sample does not fit into memory.

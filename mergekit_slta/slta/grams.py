@@ -36,14 +36,7 @@ def sample_grams(deltas: Sequence[torch.Tensor], lengths: Sequence[int]) -> torc
     """Inner products of the experts' feature deltas, one matrix per sample (the sum in Eq. 14 of arXiv 2504.10902).
 
     Each sample is reduced alone and without its padding, so that neither the other samples nor the padding can change
-    its matrix.
-
-    Args:
-        deltas: ``T`` tensors of shape [B, S, D], the feature delta of each expert.
-        lengths: the number of tokens of each sample, ``B`` in all.
-
-    Returns:
-        [B, T, T] float64 on the CPU, exactly symmetric.
+    its matrix. From ``T`` feature deltas [B, S, D] and ``B`` lengths; [B, T, T] float64 on the CPU, exactly symmetric.
     """
     rows = enumerate(lengths)
     return torch.stack([inner_products([delta[row, :length].reshape(-1) for delta in deltas]) for row, length in rows])
@@ -260,14 +253,8 @@ def logit_grams(
 ) -> torch.Tensor:
     """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
 
-    Args:
-        decoder: the models' common decoder.
-        streams: the base model's stream 0, and those that are compared with it.
-        grams: zeros [N, K, K] float64 for K streams that are compared, which are filled.
-        edges: gives the ``logit_tensors`` of each stream's model.
-
-    Returns:
-        ``grams``; zero for the samples of other ranks.
+    They are added to zeros ``grams`` [N, K, K] float64 for the K streams that are compared with stream 0, the base
+    model's; those of other ranks' samples stay zero. ``edges`` gives the ``logit_tensors`` of each stream's model.
     """
     width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
     for row, states in streams.final():

@@ -7,6 +7,7 @@ outside the layers like those of layer 0, so filters must separate them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -61,17 +62,10 @@ def plain_recipe(
     tokenizer_source: str,
     trust_remote_code: bool,
 ) -> str:
-    """Write a solution as a mergekit recipe that reproduces ``merge_method: slta`` without this package.
+    """The YAML of a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
-    Args:
-        info: the metadata of the statistics.
-        level, submodules: the level, and the solution of each of its submodules.
-        origin: sentences for the recipe's header on where the weights come from.
-        paths: what is written for each model, by its name in the metadata.
-        tokenizer_source, trust_remote_code: as for ``Solution.save_recipe``.
-
-    Returns:
-        The recipe as YAML, with a header that describes its origin.
+    ``origin`` are sentences for its header on where the weights come from; ``paths`` are what is written for each
+    model, by its name in ``info``. See ``Solution.save_recipe``.
 
     Raises:
         SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
@@ -113,18 +107,12 @@ def plain_recipe(
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
     """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
-    if not _known(path):
-        return ""
-    try:
-        names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
-    except SltaError:
-        return ""
-    if not names:
-        return ""
-    return (
-        f"With this recipe, mergekit leaves {listed(names)} of the base model out: use 'merge_method: slta' with these "
-        "statistics."
-    )
+    names = list[str]()
+    with contextlib.suppress(SltaError):
+        if _known(path):
+            names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
+    fix = "use 'merge_method: slta' with these statistics"
+    return f"With this recipe, mergekit leaves {listed(names)} of the base model out: {fix}." if names else ""
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:

@@ -25,7 +25,7 @@ number for the submodule. For T = 1 that gives alpha = g_1 / (g_1 + kappa g_0), 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -110,9 +110,7 @@ def task_means(
 ) -> torch.Tensor:
     """B_a of every expert's task, [..., T, T, T]; zero for a task without a usable sample.
 
-    Args:
-        grams, task, balance: as for ``solve``.
-        counts: [..., N] float64, how often each sample is drawn; once each by default.
+    ``counts`` [..., N] float64 says how often each sample is drawn; once each by default.
     """
     experts, weights = grams.shape[-1], sample_weights(grams, balance)
     usable = (weights > 0).to(weights.dtype)
@@ -125,9 +123,7 @@ def base_changes(
 ) -> torch.Tensor:
     """w_0 times the mean of p_x over the base model's task, [..., T, T]; zero without such a task.
 
-    Args:
-        grams, task, tokens: as for ``solve``.
-        counts: as for ``task_means``; w_0 is always that of all samples.
+    ``counts`` are as for ``task_means``; w_0 is always that of all samples.
     """
     experts = grams.shape[-1]
     if int(task.max()) < experts:
@@ -155,13 +151,7 @@ def equations(
     task_weights: Sequence[float] | None = None,
     keep_weight: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [..., T, T] with its ridge, and b [..., T] (Eq. 13).
-
-    Args:
-        means: [..., T, T, T], the B_a of ``task_means``.
-        changes: [..., T, T], those of ``base_changes``.
-        balance, ridge, task_weights, keep_weight: as for ``solve``.
-    """
+    """A [..., T, T] with its ridge, and b [..., T] (Eq. 13), from ``task_means`` and ``base_changes``."""
     weights = _weights(means, task_weights)
     matrix = torch.einsum("a,...abc->...bc", weights, means)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
@@ -188,12 +178,7 @@ def _agreement(means: torch.Tensor) -> torch.Tensor:
 
 
 def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Share of each expert's feature change that is kept, 1 - J_a(alpha) / J_a(0), [..., T]; NaN where J_a(0) is 0.
-
-    Args:
-        means: [..., T, T, T], the B_a of ``task_means``.
-        alpha: [..., T], the merging weights.
-    """
+    """Share of each expert's feature change that is kept, 1 - J_a(alpha) / J_a(0), [..., T]; NaN where J_a(0) is 0."""
     agreement = _agreement(means)
     power = agreement.diagonal(dim1=-2, dim2=-1)
     cross = torch.einsum("...b,...ba->...a", alpha, agreement)
@@ -233,26 +218,19 @@ def bootstrap(
 ) -> torch.Tensor:
     """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
 
-    All are NaN if a task has one sample, which can only be drawn again. The
-    arguments are those of ``solve``.
+    All are NaN if a task has one sample, which can only be drawn again. The arguments are those of ``solve``.
     """
     if settings.get("keep_weight") == 0:  # the base model's task is left out, also where it has one sample
         rows = task < grams.shape[-1]
         grams, task, tokens = grams[rows], task[rows], None
     counts = bootstrap_counts(task, repeats, seed)
     means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
-    alpha = solve_semidefinite(*equations(means, changes, balance, **settings)).solution
+    alpha, _ = solve_semidefinite(*equations(means, changes, balance, **settings))
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 
 
 def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tensor:
-    """How often each sample is drawn in each bootstrap sample, [repeats, N] float64.
-
-    Args:
-        task: as for ``solve``.
-        repeats: the number of bootstrap samples.
-        seed: what the draws depend on.
-    """
+    """How often each sample is drawn in each bootstrap sample, [repeats, N] float64."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.zeros(repeats, len(task), dtype=torch.float64)
     for index in task.unique().tolist():
@@ -262,20 +240,11 @@ def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tenso
     return counts
 
 
-class LeastNorm(NamedTuple):
-    """The solution of least norm of semidefinite systems, and how well the systems determine it."""
-
-    solution: torch.Tensor  # [..., n]
-    # [..., n], of the systems, scaled to a unit diagonal; zero where cut. The number of the others is the rank, the
-    # largest through the smallest of them the condition number.
-    eigenvalues: torch.Tensor
-
-
-def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> LeastNorm:
-    """Solve A x = b for positive semidefinite A [..., n, n] and b [..., n].
+def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Solve A x = b for positive semidefinite A [..., n, n] and b [..., n], with the least norm.
 
     A is scaled to a unit diagonal, its eigenvalues below ``EIGENVALUE_CUTOFF`` of the largest are cut, and the solution
-    is scaled back.
+    is scaled back. Returns x and the eigenvalues, both [..., n]; those that were cut are zero.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(diagonal.dtype).tiny).rsqrt(), 0.0)
@@ -283,4 +252,4 @@ def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> LeastNorm:
     values = torch.where(values > EIGENVALUE_CUTOFF * values[..., -1:], values, 0.0)
     inverse = torch.where(values > 0, 1 / values, 0.0)
     coordinates = inverse * torch.einsum("...ji,...j->...i", vectors, scale * right)
-    return LeastNorm(scale * torch.einsum("...ij,...j->...i", vectors, coordinates), values)
+    return scale * torch.einsum("...ij,...j->...i", vectors, coordinates), values

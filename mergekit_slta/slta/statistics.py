@@ -81,9 +81,6 @@ class Statistics(Paragraphs):
     def submodules(self, level: str) -> list[str]:
         """The names of a level's submodules, in the order of the layers, attention before the MLP, linear maps by name.
 
-        Returns:
-            The names, such as ``layer.0.attn``.
-
         Raises:
             SltaError: the level was not measured.
         """
@@ -100,9 +97,6 @@ class Statistics(Paragraphs):
 
         Args:
             names: the experts' names, as in ``info.models``, in the tables, or in the recipe that was measured.
-
-        Returns:
-            The Gram matrices of these experts on the samples of their tasks.
 
         Raises:
             SltaError: no name is given, or a name is not in the statistics or given twice.
@@ -148,9 +142,6 @@ class Statistics(Paragraphs):
 
     def first_samples(self, count: int | SupportsIndex) -> Statistics:
         """The statistics of each task's first ``count`` samples, or of all samples if a task has fewer.
-
-        Returns:
-            The statistics, as if only these samples had been drawn.
 
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
@@ -261,9 +252,6 @@ class Statistics(Paragraphs):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the statistics file.
 
-        Returns:
-            Its path.
-
         Raises:
             OSError: the file cannot be written; an earlier file stays as it was.
         """
@@ -279,9 +267,6 @@ class Statistics(Paragraphs):
             source: its path, the folder of a merge by ``slta``, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face
                 Hub.
             cache_dir: the folder for downloads; the Hub's own cache by default.
-
-        Returns:
-            The statistics.
 
         Raises:
             SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be
@@ -430,11 +415,7 @@ class Solution(Paragraphs):
         return columns | {"condition": list(self.condition.values())}
 
     def plot(self) -> Figure:
-        """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers.
-
-        Returns:
-            A figure of matplotlib.
-        """
+        """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers."""
         from mergekit_slta.figures import Matrix, heat_map  # imports matplotlib
 
         matrices, experts = [], short_names(self.models)
@@ -536,9 +517,6 @@ class Solution(Paragraphs):
                 the others are written as the recipe spells them that was measured, after ``load`` by their names.
             tokenizer_source: mergekit's setting of that name, or a model's name; left out when empty.
             trust_remote_code: run the Python code that comes with the base model, whose configuration is read.
-
-        Returns:
-            The recipe's path.
 
         Raises:
             SltaError: a name is not in the statistics, a recipe cannot express the level, or the base model's

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import huggingface_hub
 import safetensors
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from safetensors.torch import save as serialize
 
 from mergekit_slta import __version__, files
@@ -33,31 +33,27 @@ _SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")
 
 
-class CalibrationInfo(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class CalibrationInfo(BaseModel, extra="forbid", frozen=True):
     source: str
     template: str
     sha256: str
 
 
-class BaseContent(BaseModel):
+class BaseContent(BaseModel, extra="forbid", frozen=True):
     """Identifies the base model, whose layers run the weights of every model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     tensors: str  # a hash of its tensors, as of an expert's
     config: dict[str, str]  # the entries of its configuration that may affect the layers' results, hashed
 
 
-class Fingerprint(BaseModel):
+class Fingerprint(BaseModel, frozen=True):  # the file also has hashes of the samples and the settings
     """Identifies the models of a measurement, to compare a file with a recipe."""
 
-    model_config = ConfigDict(frozen=True)  # the file also has hashes of the samples and the settings
     base: BaseContent
     experts: tuple[str, ...]
 
 
-class Info(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Info(BaseModel, extra="forbid", frozen=True):
     format_version: Literal[2]
     levels: tuple[str, ...]
     base_model: str

@@ -81,7 +81,7 @@ def test_a_folder_that_a_killed_process_had_only_made_is_taken(tmp_path: Path) -
 
 
 def test_a_run_that_ends_before_it_has_begun_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted), Partial(tmp_path / "out" / "partial").held(Ranks()):
+    with pytest.raises(Interrupted), Partial(tmp_path / "partial").held(Ranks()):
         raise Interrupted
     assert list(tmp_path.iterdir()) == []
 

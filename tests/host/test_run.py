@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from pathlib import Path
@@ -23,7 +22,7 @@ from support.families import Family
 from support.merging import State, stored
 
 from mergekit_slta.data import sources
-from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.host import run
@@ -198,9 +197,11 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
 
 
 def test_a_process_that_was_silent_in_a_merge_is_not_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "joined", lambda: contextlib.nullcontext(Ranks(index=1, count=2)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     log = logging.getLogger("a trainer's")
-    with run.joined_ranks():
+    with joined():
         assert not log.isEnabledFor(logging.WARNING)
     assert log.isEnabledFor(logging.WARNING)
 
