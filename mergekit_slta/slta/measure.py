@@ -76,7 +76,7 @@ def statistics_of(
 ) -> Statistics:
     """The statistics of an opened recipe: of the file if it is there, else measured, and written to the file.
 
-    ``partial`` is a merge's folder of finished layers, which this process holds; by default one is made beside the file.
+    ``partial`` is a merge's folder of finished layers, which this process holds; by default one beside the file.
     """
     levels, ranks, recipe = _levels(experiment, levels), experiment.ranks, experiment.recipe
     source = os.fspath(path or "") or getattr(recipe.settings, "statistics", "")
