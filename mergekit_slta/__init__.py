@@ -1,11 +1,13 @@
-"""Merge methods for mergekit that solve for the merging weights instead of searching for them.
+"""Merges of fine-tuned models, computed from a few prompts per model or from parameters alone.
 
+```python
 import mergekit_slta as slta
 
 recipe = slta.Recipe.load("merge.yml")
 solution = slta.measure(recipe).solve()
 print(solution)
 slta.merge(solution.save_recipe("plain.yml"), "merged/")
+```
 """
 
 from typing import TYPE_CHECKING

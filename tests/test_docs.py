@@ -103,6 +103,11 @@ def test_python_in_the_docs_uses_public_names(page: str) -> None:
         assert {node.attr for node in used if ast.unparse(node.value) == "slta"} <= set(PROMISED)
 
 
+def test_the_reference_has_every_public_name() -> None:
+    members = re.search(r"members: \[(.+)\]", TEXTS["reference.md"])
+    assert members and set(members[1].split(", ")) == set(PROMISED)
+
+
 def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -27,7 +27,7 @@ from mergekit_slta.reports.linearity import write_linearity
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-WIDTH, HEIGHT = 1280, 800  # of the picture of the page, which begins at its top
+WIDTH, HEIGHT = 760, 870  # of the picture of the page, which begins at its top: as wide as can be read in the gallery
 
 
 def main(folder: Path, real: Path | None = None) -> None:
