@@ -39,23 +39,15 @@ def require_levels(levels: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Layers that are measured at a coarser level than asked for; as text, a sentence.
-
-    Attributes:
-        level: the level that was asked for.
-        coarser: the level whose submodules these layers have instead.
-        layers: their indices.
-        kind: the name of their class.
-        reason: why, as a clause.
-    """
+    """Layers that are measured at a coarser level than asked for; as text, a sentence."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # in a statistics file
 
-    level: str
-    coarser: str
+    level: str  # that was asked for
+    coarser: str  # the level whose submodules these layers have instead
     layers: tuple[int, ...]
-    kind: str
-    reason: str
+    kind: str  # the name of their class
+    reason: str  # as a clause
 
     def __str__(self) -> str:
         first, last = self.layers[0], self.layers[-1]
@@ -111,15 +103,9 @@ def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a decoder layer, of all levels; ``at`` says which of them are its submodules at a level.
+    """The parts of a decoder layer, of all levels; ``at`` says which of them are its submodules at a level."""
 
-    Attributes:
-        branches: ``attn`` and ``mlp``, or the one that there is; none where they cannot be told apart.
-        heads: the attention heads.
-        maps: the linear maps.
-    """
-
-    branches: Sequence[str] = ()
+    branches: Sequence[str] = ()  # ``attn`` and ``mlp``, or the one that there is; none where they cannot be told apart
     heads: Sequence[str] = ()
     maps: Sequence[str] = ()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -38,7 +38,6 @@ from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
-from mergekit_slta.tables import as_json
 from mergekit_slta.words import counted, enumerated, listed
 
 HALF = ("bfloat16", "float16")
@@ -53,10 +52,6 @@ class Findings:
     verdict: str = ""  # what the recipe is ready for; empty if there are problems
     needs: space.Needs | None = None  # download, disk and memory of the merge; None if there are problems
     exit_code: int = 0  # of ``check``: 3 if all problems are of the machine or the network, 1 if others are
-
-    def to_json(self) -> str:
-        """The fields as JSON."""
-        return as_json(asdict(self))
 
     def __str__(self) -> str:
         first = f"{counted(len(self.problems), 'problem')} found." if self.problems else self.verdict

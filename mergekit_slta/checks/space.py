@@ -34,21 +34,13 @@ from mergekit_slta.tables import as_size
 
 @dataclass(frozen=True)
 class Needs:
-    """Sizes in bytes; printed, three lines.
+    """Sizes in bytes; printed, three lines."""
 
-    Attributes:
-        download: the weights that are on the Hub alone, by model.
-        merged: the merged model, as it is stored.
-        solved: the layers that ``featcal`` keeps until the merged model is written.
-        adapters: a whole model for each LoRA adapter, which mergekit merges into the base model before.
-        memory: of the machine, or of the GPU where one computes.
-    """
-
-    download: Mapping[str, int]
-    merged: int
-    solved: int
-    adapters: int
-    memory: int
+    download: Mapping[str, int]  # the weights that are on the Hub alone, by model
+    merged: int  # the merged model, as it is stored
+    solved: int  # the layers that ``featcal`` keeps until the merged model is written
+    adapters: int  # a whole model for each LoRA adapter, which mergekit merges into the base model before
+    memory: int  # of the machine, or of the GPU where one computes
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())

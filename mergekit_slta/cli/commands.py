@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,7 +145,7 @@ def auto(
     if not dry_run:
         with interruptible("goes on"):
             judged = automatic.make(planned, run, keep)
-        _show("\n".join(judged.lines), lambda: as_json(judged._asdict()), json_file)
+        _show("\n".join(judged.lines), as_json(judged._asdict()), json_file)
 
 
 @main.command(cls=ModelCommand, short_help="Write a model's answers to prompts as calibration data.")
@@ -208,7 +208,7 @@ def check(recipe: Path, json_file: str | None, **options: Any) -> None:
     for note in findings.notes if not (findings.problems or options["quiet"]) else ():
         click.echo(as_note(note), err=True)
     result = f"{recipe}: no problem found. {findings.verdict}\n{findings.needs}"
-    _show(None if findings.problems else result, findings.to_json, json_file)
+    _show(None if findings.problems else result, as_json(findings), json_file)
     raise click.exceptions.Exit(findings.exit_code)
 
 
@@ -310,7 +310,7 @@ def solve(
     chosen_arguments = {name: value for name in arguments if (value := options.pop(name)) is not None}
     solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | chosen_arguments))
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
-    _show(solution, solution.to_json, json_file)
+    _show(solution, solution.to_json(), json_file)
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
     if recipe_file:
@@ -382,7 +382,7 @@ def evaluate(
 
     with interruptible("starts over"):
         comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
-    _show(comparison, comparison.to_json, json_file)
+    _show(comparison, comparison.to_json(), json_file)
     for folder in out:
         with suppress(OSError):  # in a folder that cannot be written, the manifest stays without scores
             add_scores(folder, comparison)
@@ -471,7 +471,7 @@ def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None
     with joined() as ranks:
         folder = merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
     if ranks.first:
-        _show(None, lambda: as_json({"out": str(folder), "manifest": manifest.read(folder)}), json_file)
+        _show(None, as_json({"out": str(folder), "manifest": manifest.read(folder)}), json_file)
 
 
 @main.command(cls=ModelCommand, short_help="Check that programs can use a finished merge.")
@@ -490,7 +490,7 @@ def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> No
     verification = verify_merge(recipe, out, **applied(options))
     if verification.problems:
         click.echo(f"{out}: {verification}", err=True)
-    _show(None if verification.problems else f"{out}: {verification}", verification.to_json, json_file)
+    _show(None if verification.problems else f"{out}: {verification}", as_json(verification), json_file)
     raise click.exceptions.Exit(bool(verification.problems))
 
 
@@ -515,7 +515,7 @@ def publish(out: Path, repository: str, json_file: str | None, **options: bool) 
 
     transformers.utils.logging.disable_progress_bar()
     publication = publish_merge(out, repository, **options)
-    _show(publication, publication.to_json, json_file)
+    _show(publication, as_json(publication), json_file)
 
 
 # From the command line to what the package takes
@@ -543,12 +543,12 @@ def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str,
 # What is printed and written
 
 
-def _show(result: object, to_json: Callable[[], str], json_file: str | None) -> None:
+def _show(result: object, json: str, json_file: str | None) -> None:
     """Print what was found, or its JSON to standard output for the file '-', and write its JSON to any other file."""
     if json_file == "-":
-        click.echo(to_json(), nl=False)
+        click.echo(json, nl=False)
         return
     if result is not None:
         click.echo(result)
     if json_file:
-        files.write(Path(json_file), to_json().encode())
+        files.write(Path(json_file), json.encode())

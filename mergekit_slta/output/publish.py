@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mergekit_slta.output import card
 from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import SltaSettings
-from mergekit_slta.tables import as_json, as_size
+from mergekit_slta.tables import as_size
 from mergekit_slta.words import listed
 
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
@@ -50,10 +50,6 @@ class Publication:
     notes: tuple[str, ...]  # what is worth knowing, one sentence each
     private: bool = False  # whether a repository that is made for it is private, or as the organization's default says
     address: str | None = None  # where the model is now; None if nothing was uploaded
-
-    def to_json(self) -> str:
-        """The fields as JSON."""
-        return as_json(asdict(self))
 
     def __str__(self) -> str:
         size = as_size(sum(size for _, size in self.files))

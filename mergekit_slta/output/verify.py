@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -30,7 +30,6 @@ from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
-from mergekit_slta.tables import as_json
 from mergekit_slta.words import listed
 
 
@@ -41,10 +40,6 @@ class Verification:
     problems: tuple[str, ...]  # what is wrong, a sentence each; empty for a sound merge
     tensors: int  # how many were read
     notes: tuple[str, ...] = ()  # what programs may miss, a sentence each
-
-    def to_json(self) -> str:
-        """The fields as JSON."""
-        return as_json(asdict(self))
 
     def __str__(self) -> str:
         if count := len(self.problems):

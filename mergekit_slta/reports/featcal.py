@@ -33,11 +33,13 @@ def drift_page(
     Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
     """
     names = short_names([model for model, _ in tasks])
+    last = [f"{_number(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
+    distances = "After the last layer, the merge's features are at a relative distance of"
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
     return Page(
         title=f"How far the merge is from {enumerated(names)}",
-        verdict=[_distances(errors, names), ERRORS_MEANING, *(_largest(ridges) if chosen else ())],
+        verdict=[f"{distances} {enumerated(last)}.", ERRORS_MEANING, *(_largest(ridges) if chosen else ())],
         facts={
             "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in tasks),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
@@ -50,11 +52,6 @@ def drift_page(
 def _number(error: float) -> str:
     """A relative error; a dash where the expert's features are all zero."""
     return as_score(error if math.isfinite(error) else None, 3)
-
-
-def _distances(errors: torch.Tensor, names: Sequence[str]) -> str:
-    clauses = [f"{_number(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
-    return f"After the last layer, the merge's features are at a relative distance of {enumerated(clauses)}."
 
 
 def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:

@@ -284,15 +284,6 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
         slta.ask(folder, tmp_path / "none.jsonl", empty, max_new_tokens=4, quiet=True)
 
 
-def test_answers_that_calibrate_with_other_tokens_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    script = [BOS, *spelled("hi\na</s>b"), EOS]  # the end token's letters
-    folder = write_scripted(tmp_path / "model", script, None)
-    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
-    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=9, quiet=True)
-    assert records_of(out) == [{"prompt": "hi\n", "completion": "a</s>b"}]
-    assert caplog.messages == [f"{out}: 1 of 1 answer change their tokens when their text is tokenized again."]
-
-
 def of_script(folder: Path, said: str, template: str | None, **more: Any) -> tuple[Path, list[int], str]:
     """A model that says a text to the prompt "hi", the tokens of both, and a file of that prompt."""
     prompt = "<s>[user]hi</s>[assistant]" if template else "<s>hi\n"

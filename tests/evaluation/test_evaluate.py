@@ -15,7 +15,6 @@ from conftest import MakeFamily
 from evaluation.test_scores import reference
 from support import families
 from support.calibration_samples import BOS, EOS, spelled, write_jsonl, write_scripted
-from support.command import run
 from support.families import Family
 from support.rounding import IN_FLOAT64, state_rounding
 from tokenizers import processors
@@ -351,15 +350,6 @@ def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(
             for row in families.experiment(own).samples(task, own["parameters"]["samples"]).records
         }
         assert len(used) > SAMPLES and tasks[f"expert{index}"].prompts == RECORDS - len(used)
-
-
-def test_the_command_writes_tables_and_json(paired: Family, tmp_path: Path) -> None:
-    recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(paired, samples=2, max_tokens=24))
-    merged = [paired.experts[1], paired.experts[0]]
-    said = run("evaluate", recipe, *merged, "--samples", 3, "--json", tmp_path / "c.json", "--quiet").stdout
-    assert "model average lost gained expert0 (n=3, too few) expert1 (n=3, too few)" in " ".join(said.split())
-    scores = json.loads((tmp_path / "c.json").read_text())["tasks"]["expert1"]["scores"]
-    assert list(scores) == ["base", "expert expert0", "expert expert1", *map(str, merged)]
 
 
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:

@@ -190,10 +190,3 @@ def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
     share = torch.tensor([[2.0], [1e-6], [0.0]], dtype=torch.float64)
     assert pooled(retained, share).item() == pytest.approx((2 * 0.9 - 1e-6 * 1e3) / (2 + 1e-6), abs=IN_FLOAT64)
     assert pooled(retained[2:], share[2:]).isnan()
-
-
-def test_intervals_hold_the_weights_and_narrow_with_more_samples() -> None:
-    few, many = (synthetic.statistics(samples=samples).solve("attn_mlp") for samples in (5, 60))
-    alpha, (low, high) = torch.stack(list(few.alpha.values())), intervals(few)
-    assert ((low <= alpha) & (alpha <= high)).double().mean() > 0.9
-    assert intervals(many).diff(dim=0).mean() < 0.6 * (high - low).mean()
