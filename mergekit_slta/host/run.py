@@ -61,12 +61,7 @@ def run(
     process, and they go on reading files that were replaced. Under torchrun all processes run the models, and the first
     one merges.
 
-    Args:
-        stock: mergekit's ``run_merge``.
-        config: the recipe.
-        out: the folder to write to.
-        options: mergekit's options by their names.
-        source: the recipe's YAML, which mergekit copies to the folder; where it is known.
+    ``stock`` is mergekit's ``run_merge``, ``source`` the recipe's YAML, which mergekit copies to the folder.
 
     Raises:
         SltaError: the recipe, a model, the data or the disk does not allow the merge.

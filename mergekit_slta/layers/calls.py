@@ -79,11 +79,7 @@ def capture_calls(
 ) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
     """Run everything before the first layer, and capture how the model calls each layer; raises what ``embed`` raises.
 
-    Args:
-        decoder: the model's decoder.
-        token_ids: [B, S] int64.
-        edges: tensors outside the layers, by the model's names.
-        returned: gives what a layer returns, whose form its stand-in then returns with other values.
+    ``returned`` gives what a layer returns, whose form its stand-in then returns with other values.
 
     Returns:
         The first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand

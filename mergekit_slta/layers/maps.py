@@ -114,7 +114,7 @@ def routed_inputs(given: Sequence[torch.Tensor], experts: int, positions: torch.
         given: the module's arguments: either the features of all positions [..., D] and the experts that each goes to
             [..., k], or only features [experts * positions, D], for each expert those of all positions, which are zero
             where the position does not go to it.
-        experts: how many experts the module has.
+        experts: their number.
         positions: the positions of the ``n`` tokens; by default all are tokens.
     """
     values, *chosen = given

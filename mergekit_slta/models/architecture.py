@@ -57,13 +57,7 @@ class StoredModule(ModuleArchitecture):
 
 
 def architecture_of(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> ModelArchitecture:
-    """The architecture that has mergekit merge every tensor of a checkpoint.
-
-    Args:
-        base: how the base model's checkpoint stores it.
-        headers: the checkpoint's tensors.
-        config: the base model's configuration.
-    """
+    """The architecture that has mergekit merge every tensor of the base model's checkpoint."""
     axes, types = vocabulary_axes(base, headers, config), own_types(headers)
 
     def weight(name: str) -> WeightInfo:

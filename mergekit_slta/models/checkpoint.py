@@ -28,12 +28,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A model that a recipe names, read through a loader of mergekit's that is the checkpoint's own.
-
-    Args:
-        reference: the model as mergekit refers to it; a LoRA is merged by mergekit first.
-        trust_remote_code: mergekit's flag of that name.
-    """
+    """A model that a recipe names, its LoRA merged, read through a loader of mergekit's that no other merge has."""
 
     def __init__(self, reference: ModelReference, trust_remote_code: bool = False) -> None:
         self.reference = reference
@@ -101,7 +96,7 @@ class Checkpoint:
 
         Args:
             names: the key to return each tensor under, and the model's name of it.
-            model: the model, on the meta device.
+            model: on the meta device.
             device: where the tensors go.
             fetched: what ``fetch`` has returned for some of these names, if it was called.
             stacks: the shapes [E, ...] of those among the tensors that hold a mixture's experts, by their keys, if

@@ -241,13 +241,7 @@ class Layout:
         return [piece for piece in source.pieces if expert is None or piece.expert in (None, expert)]
 
     def read(self, target: str, load: Load, expert: int | None = None) -> torch.Tensor:
-        """Read a tensor of the model, or the part of a mixture's expert, from the stored ones.
-
-        Args:
-            target: the model's name of it; the checkpoint must have it.
-            load: reads a stored tensor.
-            expert: the number of the expert.
-        """
+        """Read a tensor of the model, which must be there, or the part of a mixture's expert, from the stored ones."""
         source = self._source(target)
         assert source is not None
         if source.converter is None:
@@ -260,12 +254,7 @@ class Layout:
         return whole if expert is None else whole[0 if one else expert]
 
     def restore(self, name: str, values: Values) -> torch.Tensor:
-        """Make a stored tensor from those of the model: what ``read`` would make these from.
-
-        Args:
-            name: the name of one of ``pieces``.
-            values: gives the model's tensors, and of an expert stored alone its part.
-        """
+        """Make one of the stored ``pieces`` from the model's tensors: what ``read`` would make these from."""
         piece = self.pieces[name]
         converter = self._sources[piece.targets[0]].converter
         if converter is None:

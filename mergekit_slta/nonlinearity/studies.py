@@ -40,11 +40,8 @@ TRIPLE_WEIGHTS = (0.3, 0.5, 0.7)
 def distances(grams: torch.Tensor) -> torch.Tensor:
     """Distances between the features along the way from the base model to an expert, as in Figure 6.
 
-    Args:
-        grams: [..., N, N], Gram matrices of the feature deltas at 1/N, 2/N ... 1 of the task vector.
-
-    Returns:
-        [..., N + 1, N + 1], D(f_i, f_j) / D(f_N, f_0); NaN where the expert changes nothing.
+    From Gram matrices [..., N, N] of the feature deltas at 1/N, 2/N ... 1 of the task vector: [..., N + 1, N + 1],
+    D(f_i, f_j) / D(f_N, f_0); NaN where the expert changes nothing.
     """
     steps = grams.shape[-1]
     padded = grams.new_zeros(*grams.shape[:-2], steps + 1, steps + 1)
@@ -84,11 +81,7 @@ def projection_and_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> tuple[tor
 def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
     """Mean cosine similarity of the experts' feature deltas over all pairs of experts (Eq. 17 without its factor 1/2).
 
-    Args:
-        grams: [..., g, g], Gram matrices of the experts' feature deltas.
-
-    Returns:
-        [...], NaN where a delta is zero.
+    From the Gram matrices [..., g, g] of the deltas: [...], NaN where a delta is zero.
     """
     power = grams.diagonal(dim1=-2, dim2=-1)
     cosine = grams / (power[..., :, None] * power[..., None, :]).sqrt()

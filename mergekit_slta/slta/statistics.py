@@ -95,8 +95,7 @@ class Statistics(Paragraphs):
 
         The base model's task stays.
 
-        Args:
-            names: the experts' names, as in ``info.models``, in the tables, or in the recipe that was measured.
+        The names are those in ``info.models``, in the tables, or in the recipe that was measured.
 
         Raises:
             SltaError: no name is given, or a name is not in the statistics or given twice.
@@ -210,9 +209,6 @@ class Statistics(Paragraphs):
             alpha: a weight for all experts, a weight for each of the ``T``, or such weights by submodule.
             level, balance: as for ``solve``.
 
-        Returns:
-            What ``solve`` returns, with these weights.
-
         Raises:
             SltaError: the level was not measured, or ``alpha`` has other numbers or submodules.
         """
@@ -264,13 +260,11 @@ class Statistics(Paragraphs):
         """Read and check a statistics file.
 
         Args:
-            source: its path, the folder of a merge by ``slta``, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hugging Face
-                Hub.
+            source: its path, the folder of a merge by ``slta``, or ``hf:ORG/REPO/FILE[@REVISION]`` on the Hub.
             cache_dir: the folder for downloads; the Hub's own cache by default.
 
         Raises:
-            SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be
-                downloaded.
+            SltaError: the file is missing, truncated, damaged, of another kind or version, or cannot be downloaded.
         """
         return Statistics(*read_statistics(resolve_statistics(os.fspath(source), cache_dir)))
 

@@ -24,9 +24,7 @@ class TensorWeights:
     one weight. The towers of a multimodal model always stay, and what the model does not run, such as a head for
     multi-token prediction.
 
-    Args:
-        level, solutions: the solution of each submodule of the level.
-        layout: how a checkpoint, or mergekit's plan, cuts the model into tensors; by default as the model itself.
+    ``layout`` says how a checkpoint, or mergekit's plan, cuts the model into tensors; by default as the model itself.
     """
 
     def __init__(

@@ -254,29 +254,20 @@ def test_a_tokenizer_with_more_tokens_is_written_for_transformers_4_too(
     assert {*MARKERS} <= transformers.AutoTokenizer.from_pretrained(out).get_vocab().keys()
 
 
-def test_the_chat_template_of_an_earlier_merge_is_set_aside(family: Family, tmp_path: Path) -> None:
-    recipe, out = families.recipe(family, "sftm", calibration=False), tmp_path / "out"
-    merged_by(recipe | {"chat_template": CHATML}, out)
-    assert transformers.AutoTokenizer.from_pretrained(out).chat_template == CHATML
-    merged_by(recipe, out)
-    assert transformers.AutoTokenizer.from_pretrained(out).chat_template is None
-    assert (out / "chat_template.jinja.old").read_text() == CHATML
-    for _ in range(2):  # the base model's is not
-        (family.base / "chat_template.jinja").write_text("{{ messages }}")
-        assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).chat_template == "{{ messages }}"
-
-
-def test_the_tokenizer_of_an_earlier_merge_is_set_aside(family: Family, tmp_path: Path) -> None:
+def test_the_tokenizer_and_the_template_of_an_earlier_merge_are_set_aside(family: Family, tmp_path: Path) -> None:
     (family.base / "special_tokens_map.json").write_text('{"eos_token": "a"}')
     (family.base / "merges.txt").write_text("#")
+    (family.base / "chat_template.jinja").write_text(CHATML)
     recipe, out = families.recipe(family, "sftm", calibration=False), tmp_path / "out"
     for _ in range(2):  # the same merge again renames nothing
-        assert transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out)).eos_token == "a"
-        assert not [*out.glob("*.old")]
+        first = transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out))
+        assert (first.eos_token, first.chat_template) == ("a", CHATML) and not [*out.glob("*.old")]
     source = {"tokenizer": {"source": str(family.experts[0])}}
     again = transformers.AutoTokenizer.from_pretrained(merged_by(recipe | source, out))
     assert again.eos_token == transformers.AutoTokenizer.from_pretrained(family.experts[0]).eos_token != "a"
-    assert {file.name for file in out.glob("*.old")} == {"special_tokens_map.json.old", "merges.txt.old"}
+    assert again.chat_template is None
+    old = {"special_tokens_map.json.old", "merges.txt.old", "chat_template.jinja.old"}
+    assert {file.name for file in out.glob("*.old")} == old
 
 
 def test_an_adapter_that_brings_the_tokenizer_keeps_the_base_models_settings(family: Family, tmp_path: Path) -> None:

@@ -112,8 +112,6 @@ def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
         assert torch.equal(with_errors.alpha_std[name], draws.std(0))
         interval = draws.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64), 0)
         assert torch.allclose(with_errors.intervals(0.8)[name], interval, rtol=0, atol=SOLVED_IN_FLOAT64)
-    cells = [cell for row in with_errors.table().rows for cell in row if "±" in cell]
-    assert len(cells) > 3 and cells[0] in repr(with_errors) and "±" not in repr(solution)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def test_standard_errors_stand_with_the_weights(statistics: Statistics) -> None:
     assert all(frame.loc[name].iloc[3:6].tolist() == error.tolist() for name, error in errors.items())
     assert frame.drop(columns=frame.columns[3:6]).equals(solution.to_frame().set_index("submodule"))
     shown = [f"{number:.3f}" for number in (solution.alpha["layer.0.attn"][0], errors["layer.0.attn"][0])]
-    assert f"  {' ±'.join(shown)}  " in repr(with_errors).splitlines()[1]
+    assert f"  {' ±'.join(shown)}  " in repr(with_errors).splitlines()[1] and "±" not in repr(solution)
 
 
 # Weights of one's own
