@@ -22,6 +22,8 @@ INTRODUCTION = """\
 
 Every command and option, as `mergekit-slta --help` and `mergekit-slta COMMAND --help` show them."""
 
+MERGE_ONLY = "\n| options of `mergekit-yaml --help` | how to merge and to write |"
+
 
 def commands_page() -> str:
     """The whole page as Markdown."""
@@ -32,15 +34,12 @@ def commands_page() -> str:
         context = click.Context(command, info_name=f"mergekit-slta {name}")
         usage = command.get_usage(context).removeprefix("Usage: ")
         parts += [f"## {name}", f"`{' '.join(usage.split())}`", _text(command)]
-        if own := [option for option in command.params if isinstance(option, click.Option)]:
-            parts.append(_table(own))
-        if name == "merge":
-            parts.append("Also the [options for models](#options-for-models), and those of `mergekit-yaml --help`.")
-        elif isinstance(command, ModelCommand):
-            parts.append("Also the [options for models](#options-for-models).")
+        others = "\n| [options for models](#options-for-models) | where to compute, how to get models |"
+        more = others * isinstance(command, ModelCommand) + MERGE_ONLY * (name == "merge")
+        parts.append(_table(option for option in command.params if isinstance(option, click.Option)) + more)
     parts += [
         "## Options for models",
-        "mergekit's own options, which say where to compute and how to get models.",
+        "These are mergekit's own.",
         _table(MODEL_OPTIONS),
     ]
     return "\n\n".join(parts) + "\n"
