@@ -200,14 +200,11 @@ def _turns(record: Record, where: str) -> Turns:
 def _memory(model: Model, prompt: int, answered: int, rows: int) -> int:
     """The bytes of a whole model as it is stored, and of keys, values and features of rows with so many tokens."""
     stored, count = (sum(getattr(header, of) for header in model.tensors.values()) for of in ("nbytes", "count"))
-    width, layers, heads = (
-        model.size(name) or 1 for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    )
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    width, layers, heads = (model.size(name) or 1 for name in names)
     keys = layers * width * (model.size("num_key_value_heads") or heads) // heads
-    numbers = rows * (2 * keys * answered + 20 * width * prompt)
-    return (
-        LIBRARIES + stored + stored // max(count, 1) * numbers + 5 * rows * prompt**2
-    )  # the last is the attention's mask
+    numbers, mask = rows * (2 * keys * answered + 20 * width * prompt), 5 * rows * prompt**2
+    return LIBRARIES + stored + stored // max(count, 1) * numbers + mask
 
 
 def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationSource) -> Any:

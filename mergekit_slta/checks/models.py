@@ -80,9 +80,8 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
             "head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save the "
             "base model with 'tie_word_embeddings' false."
         )
-    if (
-        model.built is not None and settings.get("peft_type") != "SHIRA"
-    ):  # whose mask peft cannot draw without the weights
+    # The mask of SHiRA cannot be drawn without the weights.
+    if model.built is not None and settings.get("peft_type") != "SHIRA":
         tensors = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
         with_adapter(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 

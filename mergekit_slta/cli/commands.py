@@ -17,6 +17,7 @@ from mergekit_slta.cli.options import (
     LEVELS_HELP,
     ModelCommand,
     applied,
+    calibration_files,
     download_folder,
     json_option,
     measured_levels,
@@ -73,12 +74,7 @@ def main() -> None:
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("--method", type=click.Choice(METHODS), default="featcal", show_default=True, help="The merge method.")
-@click.option(
-    "--calibration",
-    multiple=True,
-    metavar="FILE",
-    help="Prompts for each expert in order, then for the base model; repeatable.",
-)
+@calibration_files
 @click.option("--weight", type=float, help="The experts' weight, for methods that do not solve it.")
 def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...], weight: float | None) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
@@ -96,12 +92,7 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("-o", "--output", "folder", required=True, metavar="FOLDER", type=FOLDER, help="The folder to write.")
-@click.option(
-    "--calibration",
-    multiple=True,
-    metavar="FILE",
-    help="Prompts for each expert in order, then for the base model; repeatable.  [default: the models' answers]",
-)
+@calibration_files
 @click.option("--keep-base/--no-keep-base", default=True, show_default=True, help="Keep the base model's abilities.")
 @click.option("--against", multiple=True, type=click.Choice(METHODS), help="A method to compare with, too; repeatable.")
 @click.option("--keep", is_flag=True, help="Keep all merged models, not only the best.")

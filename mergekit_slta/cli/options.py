@@ -79,6 +79,12 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 recipe_path = click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+calibration_files = click.option(
+    "--calibration",
+    multiple=True,
+    metavar="FILE",
+    help="Prompts for each expert in order, then for the base model; repeatable.  [default: the models' answers]",
+)
 merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
 output_folder = click.option(
     "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="The folder to write."

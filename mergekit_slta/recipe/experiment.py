@@ -249,11 +249,35 @@ class Experiment:
         return aligned.tokenizer
 
     def samples(self, task: Task, count: int | None = None) -> CalibrationData:
-        """A task's calibration samples: ``count`` of them, by default the task's number; see ``draw``."""
-        key = task, count or task.samples
-        if key not in self.drawn:
-            self.drawn[key] = self.source(task, task.calibration).draw(key[1])
-        return self.drawn[key]
+        """A task's calibration samples: ``count`` of them, by default the task's number; see ``draw``.
+
+        An SltaError also where a model that runs on them cannot read them.
+        """
+        if (key := (task, count or task.samples)) in self.drawn:
+            return self.drawn[key]
+        base, drawn = self.model(self.recipe.base), self.source(task, task.calibration).draw(key[1])
+        highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
+        if highest >= base.vocabulary:
+            raise SltaError(
+                f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
+                "embeddings: put the model's original tokenizer into its folder."
+            )
+        if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
+            raise SltaError(
+                f"The tokenizer of the base model gives the token id {highest}, but the expert {expert} has only "
+                f"{expert.vocabulary} embeddings: choose an expert with the base model's vocabulary."
+            )
+        embedding = self.decoder.model.get_input_embeddings()
+        others = [module for module in self.decoder.tower.modules() if module is not embedding]
+        rows = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]
+        most = getattr(self.decoder.model.config.get_text_config(), "max_position_embeddings", None) or longest
+        if longest > most and max(rows, default=0) >= most:  # a smaller table is of segments, and rotations need none
+            raise SltaError(
+                f"Calibration source {drawn.source!r} has prompts of {longest} tokens, but {base} has {most} "
+                f"positions: set 'max_tokens: {most}' or less."
+            )
+        self.drawn[key] = drawn
+        return drawn
 
     def held_out(self, task: Task, count: int, merges: Sequence[Recipe] = ()) -> CalibrationData:
         """``count`` records of the task that are no calibration samples, of the recipe or of those of other merges.
@@ -294,7 +318,7 @@ class Experiment:
         The check of a recipe already draws those of local files, and the run takes them from ``drawn``. An SltaError if
         sources give no samples, some that a model cannot read, or the same for two experts.
         """
-        data = all_of(functools.partial(self._checked_samples, task, count) for task in tasks)
+        data = all_of(functools.partial(self.samples, task, count) for task in tasks)
         seen: dict[str, Task] = {}
         refuse(
             f"'{other.calibration}' of {other} and '{task.calibration}' of {task} hold the same prompts: give each "
@@ -325,31 +349,6 @@ class Experiment:
             "files": f"{int(self.ranks.gather(int(stamps[:12], 16))[0]):x}",
             **more,
         }
-
-    def _checked_samples(self, task: Task, count: int | None) -> CalibrationData:
-        """A task's ``samples``; an SltaError where a model that runs on them cannot read them."""
-        base, drawn = self.model(self.recipe.base), self.samples(task, count)
-        highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
-        if highest >= base.vocabulary:
-            raise SltaError(
-                f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
-                "embeddings: put the model's original tokenizer into its folder."
-            )
-        if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
-            raise SltaError(
-                f"The tokenizer of the base model gives the token id {highest}, but the expert {expert} has only "
-                f"{expert.vocabulary} embeddings: choose an expert with the base model's vocabulary."
-            )
-        embedding = self.decoder.model.get_input_embeddings()
-        others = [module for module in self.decoder.tower.modules() if module is not embedding]
-        rows = [module.num_embeddings for module in others if isinstance(module, torch.nn.Embedding)]
-        most = getattr(self.decoder.model.config.get_text_config(), "max_position_embeddings", None) or longest
-        if longest > most and max(rows, default=0) >= most:  # a smaller table is of segments, and rotations need none
-            raise SltaError(
-                f"Calibration source {drawn.source!r} has prompts of {longest} tokens, but {base} has {most} "
-                f"positions: set 'max_tokens: {most}' or less."
-            )
-        return drawn
 
 
 def require_device(name: str) -> None:
