@@ -175,7 +175,7 @@ def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, r
             else:
                 tensors = method.take_layer(layer, reader.take(layer), streams, report)
                 if partial is not None and ranks.first:
-                    partial.finish_layer(layer, tensors)
+                    partial.finish(layer, tensors)
             streams.layer += 1
     return method.finish(streams, report)
 

@@ -126,30 +126,24 @@ class Partial:
 
     def finished(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> set[int]:
         """The finished layers, given for each layer the shapes that its file must hold."""
-        return {layer for layer, wanted in enumerate(shapes) if _holds(self.layer_file(layer), wanted)}
+        return {layer for layer, wanted in enumerate(shapes) if _holds(self.file(layer), wanted)}
 
     def is_complete(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> bool:
         """Whether all layers are finished, and the tensors outside them too."""
-        return len(self.finished(shapes)) == len(shapes) and _holds(self.edges_file, {})
+        return len(self.finished(shapes)) == len(shapes) and _holds(self.file(None), {})
 
     def load(self, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of a finished layer."""
-        return load_file(self.layer_file(layer))
+        return load_file(self.file(layer))
 
-    def finish_layer(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write a layer's file, which finishes the layer."""
-        _save(self.layer_file(layer), tensors)
+    def finish(self, layer: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the ``file`` of a layer, which finishes it, or the last one."""
+        with _written(self.file(layer)) as beside:
+            save_file({name: tensor.cpu() for name, tensor in tensors.items()}, beside)
 
-    def finish(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the tensors outside the layers, the last file."""
-        _save(self.edges_file, tensors)
-
-    def layer_file(self, layer: int) -> Path:
-        return self.folder / f"layer-{layer:04d}.safetensors"
-
-    @property
-    def edges_file(self) -> Path:
-        return self.folder / "edges.safetensors"
+    def file(self, layer: int | None) -> Path:
+        """The file of a layer; with None that of the tensors outside the layers, which is written last."""
+        return self.folder / ("edges.safetensors" if layer is None else f"layer-{layer:04d}.safetensors")
 
 
 def require_finished(out: Path) -> None:
@@ -190,11 +184,6 @@ def _holds(file: Path, shapes: Mapping[str, Sequence[int]]) -> bool:
             )
     except (OSError, SafetensorError):
         return False
-
-
-def _save(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    with _written(file) as beside:
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, beside)
 
 
 @contextlib.contextmanager

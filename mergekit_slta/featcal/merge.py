@@ -115,7 +115,7 @@ def feature_merge(
     merge = _FeatureMerge(decoder, anchor.models, tasks, ranks, anchor, token_weights, ridge, head, partial.folder)
     tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
     if ranks.first:
-        partial.finish(tensors)
+        partial.finish(None, tensors)
     ranks.wait()
 
 

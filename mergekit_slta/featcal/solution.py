@@ -131,7 +131,7 @@ class SolvedModel:
 
     def __init__(self, decoder: Decoder, partial: Partial, layout: Layout | None = None) -> None:
         self.decoder = decoder
-        self.layout = layout or Layout(decoder.model, decoder.tensor_names)
+        self.layout = layout or Layout(decoder.model, decoder.model.state_dict())
         self._partial = partial
         layers = ((layer, decoder.layer_tensors(layer)) for layer in range(len(decoder)))
         self._layers = {name: layer for layer, names in layers for name in names.values()}
@@ -155,8 +155,7 @@ class SolvedModel:
             return self.layout.restore(name, solved)  # as solved, if the checkpoint stores it as the model has it
 
     def _file(self, target: str) -> Path:
-        layer = self._layers.get(target)
-        return self._partial.edges_file if layer is None else self._partial.layer_file(layer)
+        return self._partial.file(self._layers.get(target))
 
     def is_language(self, name: str) -> bool:
         """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
@@ -170,7 +169,7 @@ class SolvedModel:
         """
         errors, ridges = [], []
         for layer in range(len(self.decoder)):
-            with safe_open(self._partial.layer_file(layer), "pt") as tensors:
+            with safe_open(self._partial.file(layer), "pt") as tensors:
                 errors.append(tensors.get_tensor(LAYER_ERRORS))
                 ridges.append(tensors.get_tensor(LAYER_RIDGES).tolist())
         return torch.stack(errors), ridges

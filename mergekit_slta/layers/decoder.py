@@ -354,11 +354,6 @@ class Decoder:
         """The path in the model of a part of it."""
         return next(name for name, module in self.model.named_modules() if module is part)
 
-    @functools.cached_property
-    def tensor_names(self) -> frozenset[str]:
-        """The model's names of all its tensors."""
-        return frozenset(self.model.state_dict())
-
     def layer_tensors(self, layer: int) -> dict[str, str]:
         """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""
         names = {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}

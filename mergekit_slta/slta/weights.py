@@ -35,7 +35,7 @@ class TensorWeights:
         layout: Layout | None = None,
     ) -> None:
         self.decoder = decoder
-        self.layout = layout or Layout(decoder.model, decoder.tensor_names)
+        self.layout = layout or Layout(decoder.model, decoder.model.state_dict())
         self.level = level
         self.solutions = solutions
         self._none = torch.zeros_like(next(iter(solutions.values())).alpha)  # of tensors that stay the base model's

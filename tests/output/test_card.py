@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard
 from mergekit.common import ModelReference
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
-from support.adapters import write_adapter
 from support.command import run
 from support.families import Family
 
@@ -25,8 +24,6 @@ from mergekit_slta.output.manifest import Manifest, MergedModel, MergedTask
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.words import as_score
-
-OPTIONS = {"write_model_card": True}
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +87,10 @@ def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_p
     assert module.merge_card(out, recipe) == text
 
 
-def test_adapters_have_their_option_in_the_commands(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama, samples=2)
-    content["models"][0]["model"] = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}"
-    out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "cache"), **OPTIONS)
-    text = (out / "README.md").read_text()
-    assert "\nmergekit-yaml merged/mergekit_config.yml merged --lora-merge-cache ./adapters\n" in text
-
-
 @pytest.mark.parametrize("method", ["featcal", "sftm"])
 def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -> None:
     content = families.recipe(llama, method, calibration=method == "featcal")
-    out = families.merge(content, tmp_path / "out", **OPTIONS)
+    out = families.merge(content, tmp_path / "out", write_model_card=True)
     text = (out / "README.md").read_text()
     assert f"(`merge_method: {method}`): " in text
     assert "Feature change kept" not in text and "It needs this plugin" in text
@@ -134,6 +123,7 @@ def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: 
     assert "| [org/math](https://huggingface.co/org/math) | 3 of `hf:openai/gsm8k?config=main` |" in found.text
     assert "| `org/local` | 3 of `private data.jsonl` |" in found.text
     assert "[org/adapter@v1](https://huggingface.co/org/adapter) | 3 of `hf:set?split=x` |" in found.text
+    assert "\nmergekit-yaml merged/mergekit_config.yml merged --lora-merge-cache ./adapters\n" in found.text
     assert "somebody" not in str(found)
 
 

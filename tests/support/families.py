@@ -624,14 +624,14 @@ def interrupt() -> None:
 @contextmanager
 def after_layer(last: int, act: Callable[[], object] = interrupt) -> Iterator[None]:
     """Within it, a run ends, or acts, when it has finished a layer."""
-    finish_layer = Partial.finish_layer
+    original = Partial.finish
 
-    def finish(partial: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        finish_layer(partial, layer, tensors)
+    def finish(partial: Partial, layer: int | None, tensors: dict[str, torch.Tensor]) -> None:
+        original(partial, layer, tensors)
         if layer == last:
             act()
 
-    with mock.patch.object(Partial, "finish_layer", finish):
+    with mock.patch.object(Partial, "finish", finish):
         yield
 
 
