@@ -174,9 +174,8 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     if ignored:
         fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
         LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
-    if said := [*filter(None, (source.control_tokens(json.dumps(prompt.record)) for prompt in asked))]:
-        which = f"{len(said)} of {counted(len(asked), 'prompt')} say control tokens such as {said[0][0]!r}"
-        LOG.warning("%s, which the model takes for its own: remove them.", which)
+    for sentence in source.control_tokens([json.dumps(prompt.record) for prompt in asked]):
+        LOG.warning("%s", sentence)
     return asked
 
 

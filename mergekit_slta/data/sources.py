@@ -186,11 +186,7 @@ class CalibrationSource:
                 f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
                 "in the field 'text'."
             )
-        if said := [*filter(None, (self.control_tokens(sample.text.said) for sample in drawn))]:
-            yield (
-                f"{len(said)} of {len(drawn)} prompts say control tokens such as {said[0][0]!r}, which the model takes "
-                "for its own: remove them."
-            )
+        yield from self.control_tokens([sample.text.said for sample in drawn])
         chats = [sample.text.text for sample in drawn if sample.text.is_chat]
         split = {marker for text in chats for marker in self._split_markers if marker in text}
         if split:
@@ -252,10 +248,13 @@ class CalibrationSource:
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
 
-    def control_tokens(self, words: str) -> list[str]:
-        """The special tokens that somebody's words would become."""
-        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        return sorted(token for token in special if token in words)
+    def control_tokens(self, prompts: Sequence[str]) -> Iterator[str]:
+        """A sentence where somebody's words in prompts would become special tokens."""
+        special = sorted(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
+        said = [next((token for token in special if token in words), "") for words in prompts]
+        if first := next(filter(None, said), ""):
+            number = f"{len(said) - said.count('')} of {counted(len(said), 'prompt')}"
+            yield f"{number} say control tokens such as {first!r}, which the model takes for its own: remove them."
 
     def tokens(self, record: Record) -> tuple[int, ...]:
         """The token ids of a record; none if it does not fit."""
