@@ -23,7 +23,6 @@ from mergekit_slta.levels import LEVELS, kinds_of, of_level
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
 from mergekit_slta.slta.statistics_file import (
     Info,
-    Measured,
     read_statistics,
     resolve_statistics,
     write_statistics,
@@ -252,7 +251,7 @@ class Statistics(Paragraphs):
             OSError: the file cannot be written; an earlier file stays as it was.
         """
         file = Path(path).expanduser()
-        write_statistics(file, Measured(self.grams, self.task, self.tokens, self.info))
+        write_statistics(file, (self.grams, self.task, self.tokens, self.info))
         return file
 
     @staticmethod

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import huggingface_hub
 import safetensors
@@ -73,13 +73,8 @@ class Info(BaseModel, extra="forbid", frozen=True):
     fallbacks: tuple[Fallback, ...] = ()
 
 
-class Measured(NamedTuple):
-    """What a statistics file holds: the first fields of ``Statistics``."""
-
-    grams: dict[str, torch.Tensor]
-    task: torch.Tensor
-    tokens: torch.Tensor
-    info: Info
+# What a statistics file holds: the first fields of ``Statistics``.
+Measured = tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, Info]
 
 
 def write_statistics(path: Path, measured: Measured) -> None:
@@ -117,7 +112,7 @@ def read_statistics(path: Path) -> Measured:
         raise SltaError(f"{path} has unusable metadata ({where}): download it or measure again.") from None
     task, tokens = tensors.pop("task"), tensors.pop("tokens")
     grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
-    measured = Measured({name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info)
+    measured = {name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info
     if problem := _problem(measured):
         raise SltaError(f"{path} is damaged or was changed ({problem}): download it or measure again.")
     return measured

@@ -19,6 +19,7 @@ from support.copies import edit_tensors, edited, sharded
 from support.examining import edit_config, larger_vocabulary
 from support.families import Family
 from support.rounding import weight_rounding
+from support.synthetic import same
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import STATISTICS_OF_MERGE
@@ -64,12 +65,6 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a model was run")
 
     monkeypatch.setattr(module, "calibrate", run)
-
-
-def same(first: Statistics, second: Statistics) -> bool:
-    return first.info == second.info and all(
-        torch.equal(first.grams[name], gram) for name, gram in second.grams.items()
-    )
 
 
 def close(first: Statistics, second: Statistics, level: str = "attn_mlp") -> bool:

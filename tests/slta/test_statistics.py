@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import synthetic
 from support.rounding import SOLVED_IN_FLOAT64
+from support.synthetic import same
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.slta import solver
@@ -27,16 +28,6 @@ SAMPLES = 4
 @pytest.fixture
 def statistics() -> Statistics:
     return synthetic.statistics(MODELS, ["layer", "attn_mlp"], layers=2, samples=SAMPLES)
-
-
-def same(first: Statistics, second: Statistics) -> bool:
-    return (
-        first.info == second.info
-        and torch.equal(first.task, second.task)
-        and torch.equal(first.tokens, second.tokens)
-        and first.grams.keys() == second.grams.keys()
-        and all(torch.equal(first.grams[name], second.grams[name]) for name in second.grams)
-    )
 
 
 # Parts of them

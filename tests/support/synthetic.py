@@ -116,3 +116,13 @@ def solutions(alpha: Mapping[str, torch.Tensor]) -> dict[str, SubmoduleSolution]
         ones = torch.ones_like(weights)
         solved[name] = SubmoduleSolution(weights, ones, ones, math.nan, len(weights), ones.bool())
     return solved
+
+
+def same(first: Statistics, second: Statistics) -> bool:
+    return (
+        first.info == second.info
+        and torch.equal(first.task, second.task)
+        and torch.equal(first.tokens, second.tokens)
+        and first.grams.keys() == second.grams.keys()
+        and all(torch.equal(first.grams[name], second.grams[name]) for name in second.grams)
+    )
