@@ -94,11 +94,12 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     unsolved |= {name: NO_ROUTES for name in expert_stacks(built) if name not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
-    of_groups = {INPUT, *(group.child for group in groups)}
+    writers = decoder.structures[layer].writers
+    known_sources = {INPUT, *(group.child for group in groups), *(writer.norm for writer in writers.values())}
     writers = {
         module: writer
-        for module, writer in decoder.structures[layer].writers.items()
-        if module in modules and writer.before.keys() <= of_groups
+        for module, writer in writers.items()
+        if module in modules and writer.before.keys() <= known_sources
     }
     return LayerMaps(tuple(groups), unsolved, writers)
 

@@ -21,7 +21,9 @@ W_0, anchor W_a, and expert t's own W_t and b_t, becomes
 
 For a map that adds to the residual stream (a ``Writer`` of ``groups.py``), d_t is what expert t's stream has before
 the map and the merged model's lacks, so that the map corrects half of what the maps before it have missed; for other
-maps it is zero. A mixture's routed experts are solved one by one, each on the tokens that the merged model sends to it.
+maps it is zero. Where a norm of expert t multiplies the map's output by s, d_t is multiplied by s / (s^2 + q / 100),
+where q is the median of the token's s^2, and w_x by q: an error counts as what the norm makes of it. A mixture's routed
+experts are solved one by one, each on the tokens that the merged model sends to it.
 
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
@@ -56,7 +58,7 @@ from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import head_input, tail_tensors
-from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, hidden_of
+from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
 from mergekit_slta.models.checkpoint import ExpertStack, Weights, stack_of
 
@@ -68,6 +70,8 @@ MERGED, EXPERT = range(2)  # the streams
 BEYOND = 1.5
 # The share of the drift that each map which writes to the residual stream corrects.
 DRIFT = 0.5
+# Where a norm multiplies by s, d / s is d s / s^2 with this many medians of s^2 added, since s may be zero.
+NORM_HOLD = 0.01
 # A routed expert's map is solved if this many tokens per input dimension reach it.
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
@@ -166,6 +170,8 @@ class _FeatureMerge(LayerMethod[Tensors]):
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
             loud = numbered or SHARED in unsolved.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
+        if without := [str(layer) for layer, maps in enumerate(self.maps) if not maps.writers]:
+            LOG.info("No map corrects what earlier layers have missed in the layers %s", ", ".join(without))
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
         """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""
@@ -340,31 +346,33 @@ class _Layer:
             hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
             merged, expert = self._run_both(number, group)
             streams = [{INPUT: own, **run.outputs} for own, run in zip(hidden, (merged, expert), strict=True)]
-            outputs = []
+            outputs, (places, weights) = [], self.merge.of_tokens(batch)
             for linear_map in group.maps:
-                output, offset = expert.outputs[linear_map.module], linear_map.offset(self.owners[task])
-                output, drift = batch.unpadded(output), self._drift(linear_map.module, *streams)
-                if drift is not None:
-                    output = output + DRIFT * batch.unpadded(drift)
+                output, offset = batch.unpadded(expert.outputs[linear_map.module]), linear_map.offset(self.owners[task])
+                if (writer := self.maps.writers.get(linear_map.module)) is not None:
+                    drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
+                    if writer.norm is not None:
+                        factors, counts = _before_norm(output, batch.unpadded(expert.outputs[writer.norm]))
+                        weights = weights.to(counts.device) * counts
+                    if drift is not None:
+                        output = output + DRIFT * factors * batch.unpadded(drift)
                 outputs.append(output if offset is None else output - offset)
             inputs = batch.unpadded(merged.inputs[group.module][0])
-            yield inputs, torch.cat(outputs, 1), *self.merge.of_tokens(batch)
+            yield inputs, torch.cat(outputs, 1), places, weights
             report(len(batch.rows))
 
-    def _drift(self, module: str, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
+    def _drift(self, writer: Writer, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
         """By how much the expert's residual stream differs from the merged model's where a module writes to it.
 
         Args:
-            module: the module.
+            writer: the module.
             merged, expert: by the layer's input and the children that have run before the module, what each is in the
                 merged model's layer, and in the expert's.
 
         Returns:
-            The drift in units of the module's output [B, S, out]; None where there is nothing to correct. In the first
-            layer the embeddings' difference does not count.
+            The drift in units of the module's output, or of its norm's [B, S, out]; None where there is nothing to
+            correct. In the first layer the embeddings' difference does not count.
         """
-        if (writer := self.maps.writers.get(module)) is None:
-            return None
         parts = [
             factor / writer.factor * (hidden_of(expert[source]) - hidden_of(merged[source]))
             for source, factor in writer.before.items()
@@ -465,6 +473,19 @@ class _Layer:
         """Run the merged side on a batch as far as a group, and the owner's as far as the group after it."""
         after = self.maps.groups[self.maps.groups.index(group) + 1 :]
         return self._run(MERGED, number, group.module), self._run(EXPERT, number, after[0].module if after else None)
+
+
+def _before_norm(given: torch.Tensor, returned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What turns a change of a norm's output into one of its input [n, D], and how much such a change counts [n].
+
+    Args:
+        given: to the norm [n, D].
+        returned: by it [n, D].
+    """
+    factors = torch.where(given == 0, 0.0, returned / given)
+    squares = factors.square()
+    usual = squares.median(1, keepdim=True).values
+    return factors / (squares + NORM_HOLD * usual).clamp_min(torch.finfo(squares.dtype).tiny), usual[:, 0]
 
 
 def _at_places_of(merged: RoutedInputs, expert: RoutedInputs) -> torch.Tensor:

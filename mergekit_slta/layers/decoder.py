@@ -207,11 +207,12 @@ Nodes = frozenset[str]
 
 @dataclass(frozen=True)
 class Writer:
-    """A module whose output a layer adds to the residual stream."""
+    """A module whose output a layer adds to the residual stream, or a norm of it."""
 
-    factor: float  # the constant that its output is multiplied by
+    factor: float  # the constant that its output, or the norm's, is multiplied by
     # What the stream is the sum of before: ``INPUT`` and outputs of children, each with the constant on it.
     before: Mapping[str, float]
+    norm: str | None = None  # the child that its output goes through
 
 
 @dataclass(frozen=True)
@@ -234,9 +235,9 @@ class LayerStructure:
     boundary: str | None = None
     # The heads of the attention, or why there are none to be told apart.
     heads: Heads | str = "its branches cannot be told apart"
-    # By path, the modules of linear maps whose outputs nothing but a constant multiplies before they are added to the
-    # residual stream; of those that write side by side, the last. (A norm, a gate or a router's weight multiplies by
-    # another number for each token.)
+    # By path, the modules of linear maps whose outputs go through nothing but a constant and a child that is a norm
+    # before they are added to the residual stream; of those that write side by side, the last. (A gate or a router's
+    # weight multiplies by another number for each token.)
     writers: Mapping[str, Writer] = field(default_factory=dict)
     # A linear map that is given rows of which nobody knows the samples; "" without one.
     of_some_tokens: str = ""

@@ -370,15 +370,27 @@ class _Trial:
             same = outputs[0].shape == self._hidden.shape and math.isclose(first, second, rel_tol=1e-4)
             return first if same else math.nan
 
+        last = {module.partition(".")[0]: module for module in modules}  # by child, the last that it calls
         writers = {}
         for place, child in enumerate(sources[1:], 1):
             known = sources[:place], sources[place + 1 :]
             complete = {*sources} == split.summands.keys() and all(child in before[later] for later in known[1])
-            for module in [module for module in modules if module.partition(".")[0] == child][-1:]:
-                written = split.summands[child] * factor(child, module)
-                if complete and math.isfinite(written):
-                    writers[module] = Writer(written, {source: split.summands[source] for source in known[0]})
+            giver = self._given_to_norm(child, split.reads)
+            if not complete or (module := last.get(giver or child)) is None:
+                continue
+            constant = factor(giver or child, module)
+            if math.isfinite(constant):
+                written = split.summands[child] * (1.0 if giver else constant)
+                earlier = {source: split.summands[source] for source in known[0]}
+                writers[module] = Writer(written, earlier, child if giver else None)
         return writers
+
+    def _given_to_norm(self, child: str, reads: Mapping[str, Nodes]) -> str | None:
+        """The child whose output alone a child reads, right after it, if it multiplies it by no more than a vector."""
+        previous = dict(zip([*reads][1:], reads, strict=False)).get(child)
+        tensors = [tensor for name, tensor in self._weights.items() if name.partition(".")[0] == child]
+        same = getattr(self.outputs[child], "shape", None) == self._hidden.shape and child not in self.base.repeated
+        return previous if same and reads[child] == {previous} and all(t.ndim < 2 for t in tensors) else None
 
     def has_mixed(self, child: str) -> bool:
         """Whether a child's output for the second token shows the first one, by which alone the two samples differ."""

@@ -15,7 +15,7 @@ from support.rounding import state_rounding
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import trace
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
-from mergekit_slta.layers.decoder import Decoder, LayerStructure
+from mergekit_slta.layers.decoder import INPUT, Decoder, LayerStructure
 from mergekit_slta.slta.submodules import fallbacks, submodules
 
 Part = Callable[[torch.Tensor], torch.Tensor]
@@ -151,3 +151,29 @@ def test_what_a_layer_changes_in_place_is_recorded_as_it_was() -> None:
     assert torch.equal(hidden, before)
     for _ in range(2):
         assert torch.equal(decoder.run(0, weights, hidden, call, replay=base.outputs).output, base.output)
+
+
+class Neighbours(torch.nn.Conv1d):
+    """A convolution along the tokens [B, S, D], which is no norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, 2, groups=width, padding=1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.mT).mT[:, :-1]
+
+
+@pytest.mark.parametrize(("kind", "is_norm"), [(torch.nn.LayerNorm, True), (Neighbours, False)])
+def test_a_map_writes_through_a_child_that_multiplies_by_no_more_than_a_vector(
+    kind: Callable[[int], torch.nn.Module], is_norm: bool
+) -> None:
+    with torch.device("meta"):
+        model: Any = families.model_class(config := families.config_of("gemma2")).from_config(config).eval()
+        for layer in model.model.layers:
+            layer.post_attention_layernorm = kind(config.hidden_size)
+    writers = trace.trace_model(model).structures[0].writers
+    of_attention = {"self_attn.o_proj": "post_attention_layernorm"} if is_norm else {}
+    norms = {module: writer.norm for module, writer in writers.items()}
+    assert norms == {**of_attention, "mlp.down_proj": "post_feedforward_layernorm"}
+    before = {INPUT: 1.0, "post_attention_layernorm": 1.0}
+    assert writers["mlp.down_proj"].before == pytest.approx(before, abs=state_rounding(layers=1))

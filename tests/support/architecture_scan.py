@@ -424,7 +424,10 @@ def page(rows: list[Row]) -> str:
         *_counts(decoders),
         "",
         "In part means: in some layers, `slta` takes the next larger submodules, or `featcal` gives most linear maps "
-        "the values that `actmat` would give them. The log, `mergekit-slta check` and the statistics say so.",
+        "the values that `actmat` would give them. The log, `mergekit-slta check` and the statistics say so. `featcal` "
+        "corrects the errors of earlier layers ([how](methods.md#how-featcal-and-actmat-work)) by the matrices whose "
+        "output is added to the hidden state, directly or through a norm; the log names the layers without such a "
+        "matrix, as in bloom, gemma3n, longcat_flash, minimax, zaya and half of zamba2.",
         "",
         "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
         "4, Qwen3-VL, Qwen3.5 and its MoE version, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "

@@ -38,7 +38,7 @@ _LLAMA: Groups = (*_ATTENTION, ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj
 # they are solved, those with the same input together. The routed experts of a mixture follow (``MIXTURES``), where they
 # are not named.
 GROUPS: dict[str, Groups] = {
-    **dict.fromkeys(("llama", "gemma2"), _LLAMA),
+    **dict.fromkeys(("llama", "gemma2", "olmo2"), _LLAMA),
     "gemma4": (*_LLAMA, ("per_layer_input_gate",), ("per_layer_projection",)),
     "mixtral": _ATTENTION,
     "llama4": (
@@ -86,6 +86,18 @@ WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt_neox": {"mlp.dense_4h_to_h": ("attention.dense",)},
     "opt": {"self_attn.out_proj": ()},
     "zamba2": {"mamba.out_proj": ()},
+    **{
+        name: {"self_attn.o_proj": (), "mlp.down_proj": ("post_attention_layernorm",)}
+        for name in ("gemma2", "olmo2", "gemma4")
+    },
+}
+WRITERS["gemma4"]["per_layer_projection"] = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+# The norms that such maps' outputs go through.
+NORMS = {
+    "self_attn.o_proj": "post_attention_layernorm",
+    "mlp.down_proj": "post_feedforward_layernorm",
+    "per_layer_projection": "post_per_layer_input_norm",
 }
 
 
@@ -110,7 +122,9 @@ def merge(
         module = SPLITS[architecture].layers
         layers = [f"{module}.{number}" for number, _ in enumerate(merged.get_submodule(module).children())]
         order = steps(merged, layers, GROUPS[architecture])
-        solver = Solver(merged, base, experts, tasks, layers, order, WRITERS.get(architecture, {}), ridge)
+        writers = WRITERS.get(architecture, {})
+        norms = NORMS if architecture in ("gemma2", "olmo2", "gemma4") else {}
+        solver = Solver(merged, base, experts, tasks, layers, order, writers, norms, ridge)
         for paths in order:
             (solver.solve_mixture if paths[0].endswith(MIXTURES) else solver.solve_maps)(paths)
         return {name: tensor.clone() for name, tensor in merged.state_dict().items()}
@@ -147,7 +161,9 @@ class Seen:
         own: its inputs in the expert, [n, in].
         weight: the expert's, [out, in].
         bias: the expert's, [out].
-        drift: what the expert's residual stream has and the merged model's lacks where the map adds to it, [n, out].
+        drift: what the expert's residual stream has and the merged model's lacks where the map adds to it, in units of
+            the map's output, [n, out].
+        counted: how much each token counts, [n, 1].
     """
 
     merged: Tensor
@@ -155,6 +171,7 @@ class Seen:
     weight: Tensor
     bias: Tensor | None = None
     drift: Tensor | float = 0.0
+    counted: Tensor | float = 1.0
 
     @property
     def wanted(self) -> Tensor:
@@ -164,7 +181,7 @@ class Seen:
 
 def counts(tasks: Sequence[Seen]) -> list[float]:
     """Each task's weight in the sums over tasks."""
-    return [1 / float((seen.merged.T @ seen.merged).norm()) for seen in tasks]
+    return [1 / float((seen.merged.T @ (seen.counted * seen.merged)).norm()) for seen in tasks]
 
 
 def beyond(anchor: Tensor, base: Tensor) -> Tensor:
@@ -176,7 +193,7 @@ def solved_weight(
     near: Tensor, tasks: Sequence[Seen], scales: Sequence[float], ridge: float, shape: Tensor | None = None
 ) -> Tensor:
     """The merged map's weight [out, in], held at ``near``, alike in every direction or by ``shape`` [in, in]."""
-    roots = [scale**0.5 for scale in scales]
+    roots = [(scale * seen.counted) ** 0.5 for scale, seen in zip(scales, tasks, strict=True)]
     rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
     missing = torch.cat([root * (seen.wanted - seen.merged @ near.T) for root, seen in zip(roots, tasks, strict=True)])
     energy = rows.square().sum(0)
@@ -209,8 +226,8 @@ def solved_bias(anchor: Tensor, weight: Tensor, tasks: Sequence[Seen], scales: S
     left, tokens = torch.zeros_like(weight[:, 0]), 0.0
     for seen, scale in zip(tasks, scales, strict=True):
         assert seen.bias is not None
-        left += scale * (seen.wanted + seen.bias - seen.merged @ weight.T).sum(0)
-        tokens += scale * len(seen.merged)
+        left += scale * (seen.counted * (seen.wanted + seen.bias - seen.merged @ weight.T)).sum(0)
+        tokens += scale * float((seen.counted * torch.ones(len(seen.merged), 1)).sum())
     return anchor + (left / tokens - anchor) / (1 + ridge**2)
 
 
@@ -226,6 +243,7 @@ class Solver:
         layers: Sequence[str],
         order: Sequence[Sequence[str]],
         writers: Mapping[str, tuple[str, ...]],
+        norms: Mapping[str, str],
         ridge: float,
     ) -> None:
         # By the path of each map that adds to the residual stream: its layer's path, and those of what added before.
@@ -234,7 +252,9 @@ class Solver:
             for layer in layers
             for name, before in writers.items()
         }
-        self.adding = sorted({path for layer, before in self.writers.values() for path in (layer, *before)})
+        self.norms = {f"{layer}.{name}": f"{layer}.{norm}" for layer in layers for name, norm in norms.items()}
+        added = {path for layer, before in self.writers.values() for path in (layer, *before)}
+        self.adding = sorted(added | {self.norms[path] for path in self.writers if path in self.norms})
         self.merged, self.base, self.experts, self.tasks, self.ridge = merged, base, experts, tasks, ridge
         paths = [*(path for paths in order for path in paths), *self.adding]
         # The experts stay as they are, so that once is enough for them.
@@ -253,6 +273,15 @@ class Solver:
         drift: Tensor | float = own[layer][0] - merged[layer][0] if not layer.endswith(".0") else 0.0
         return drift + sum(own[f"{name}()"][0] - merged[f"{name}()"][0] for name in before)
 
+    def before_norm(self, path: str, own: Recorded) -> tuple[Tensor | float, Tensor | float]:
+        """What turns an error behind a map's norm into one before it [n, out], and how much a token counts [n, 1]."""
+        if path not in self.writers or path not in self.norms:
+            return 1.0, 1.0
+        given, gave = own[f"{path}()"][0], own[f"{self.norms[path]}()"][0]
+        multiplied = gave / given
+        usual = multiplied.square().median(1, keepdim=True).values
+        return multiplied / (multiplied.square() + usual / 100), usual
+
     def shape(self, paths: Sequence[str]) -> Tensor | None:
         """The hold of a group of maps; the output head's is the same in every direction."""
         if paths == [untied_head(self.base)]:
@@ -267,8 +296,10 @@ class Solver:
         for path in paths:
             tasks = []
             for expert, (merged, own) in zip(self.experts, streams, strict=True):
-                drift = self.drift(path, merged, own)
-                tasks.append(Seen(merged[path][0], own[path][0], *parameters(expert.get_submodule(path)), drift))
+                factors, counted = self.before_norm(path, own)
+                drift = self.drift(path, merged, own) * factors
+                weight, bias = parameters(expert.get_submodule(path))
+                tasks.append(Seen(merged[path][0], own[path][0], weight, bias, drift, counted))
             (weight, bias), scales = parameters(self.merged.get_submodule(path)), counts(tasks)
             base = self.merged if shape is None else self.base  # nothing is beyond the merged one
             near = beyond(weight, parameters(base.get_submodule(path))[0])
