@@ -6,7 +6,6 @@ positive definite. They use a Cholesky factor, in float32. ``slta``, whose syste
 
 from __future__ import annotations
 
-import itertools
 import logging
 
 import torch
@@ -17,7 +16,6 @@ BLOCK = 256  # columns of a Gram matrix that are computed at once
 # The smallest share of an unknown's diagonal element that the unknowns before it may leave to a float32 factor. A share
 # is a difference of numbers near 1, each rounded by 2^-24: below this one, more than a sixteenth of it is rounding.
 SMALLEST_SHARE = 2.0**-20
-_in_float64 = itertools.count(1)
 
 
 def add_gram(rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -60,7 +58,7 @@ def with_ridge(matrix: torch.Tensor, ridge: float) -> torch.Tensor:
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
     """target [k, n] times the inverse of a positive definite matrix [n, n].
 
-    A float32 system that a float32 factor does not determine is solved in float64 on the CPU, and the log counts these.
+    A float32 system that a float32 factor does not determine is solved in float64 on the CPU, which the log says.
 
     Returns:
         [k, n], or None where the matrix is not positive definite or a number is not finite.
@@ -69,7 +67,7 @@ def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | 
     shares = factor.diagonal().square() / system.diagonal()
     determined = not int(failed) and bool((shares > SMALLEST_SHARE).all())
     if not determined and system.dtype == torch.float32 and bool(system.isfinite().all()):
-        LOG.info("Solved a system of %d equations in float64 on the CPU (number %d)", len(system), next(_in_float64))
+        LOG.info("Solved a system of %d equations in float64 on the CPU", len(system))
         exact = times_inverse(target.cpu().double(), system.cpu().double())
         return None if exact is None else exact.to(target)
     if int(failed):
