@@ -302,7 +302,8 @@ def _next(tasks: Mapping[str, Task], best: str, planned: Plan) -> str:
     recipe, taken = (shlex.quote(str(step.output)) for step in (planned.recipes[MERGE], planned.merges[best]))
     again = f"&& {planned.again(planned.experts, str(planned.folder))}"
     weakest = min(tasks.values(), key=lambda task: task.mean(MERGE) / max(task.mean(task.own), 1e-9))
-    for task, model in zip(experts, planned.experts, strict=False):
+    all_scored = len(experts) == len(planned.experts)  # otherwise a task's title does not tell which model it is of
+    for task, model in zip(experts, planned.experts, strict=True) if all_scored else ():
         ahead, error = lead([task], task.own, BASE)
         if ahead <= error and len(experts) > 1:
             others = planned.again([expert for expert in planned.experts if expert != model], "FOLDER")

@@ -73,16 +73,10 @@ def retained_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
 def report(merge: Solution | Statistics, folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
 
-    Args:
-        merge: a solution, or the statistics of the merged experts, which are solved at level ``attn_mlp``, or at the
-            first that was measured.
-        folder: the folder to write to; it is created.
+    Statistics are solved at level ``attn_mlp``, or at the first that was measured. The folder is created.
 
     Returns:
         The path of ``report.html``.
-
-    Raises:
-        OSError: a file cannot be written.
     """
     return report_page(merge).write(Path(folder).expanduser(), "report.html")
 

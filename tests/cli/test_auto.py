@@ -151,6 +151,18 @@ def test_the_next_step_follows_from_the_numbers() -> None:
     assert "sed -i 's/samples: 30 /samples: 60 /' out/recipes/featcal.yml" in judged(task=0.5)
 
 
+def test_no_expert_is_left_out_where_another_has_no_score() -> None:
+    """Its title alone does not tell which of the models it is."""
+    points = {"base": [0.0, 1.0] * 20, "featcal": [0.0, 1.0] * 20}
+    tasks = {
+        name: {"shares": points | {f"expert {name}": points["base"]}, "prompts": 40, "short_answers": 40}
+        for name in ("b", "c")
+    }
+    for experts in (["org/b", "org/c"], ["org/a", "org/b", "org/c"]):
+        said = auto.verdict({"tasks": tasks}, auto.plan("base", experts, Path("out"))).lines[-1]
+        assert ("leave b out" in said and "auto base org/c -o" in said) == (len(experts) == 2)
+
+
 def test_a_lead_is_of_paired_prompts() -> None:
     """Ten prompts of forty that only one model answers: 0.25, whose interval is Z sqrt(var / n)."""
     first, second = [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20
