@@ -80,11 +80,7 @@ class Partial:
     def begin(self, run: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
-        Args:
-            run: identifies the run.
-            ranks: the processes that share the run; the first one writes.
-            replace: delete the layers of another run, and say so, instead of refusing the folder.
-            quiet: do not say how many layers are finished.
+        With ``replace`` the layers of another run are deleted, and the log says so, instead of a refusal.
 
         Raises:
             SltaError: the folder is another run's.

@@ -59,15 +59,11 @@ def non_linearity(ratios: torch.Tensor) -> torch.Tensor:
 
 
 def projection_and_cosine(grams: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How the feature deltas of merges lie to the experts' weighted sums.
+    """How the feature deltas of merges lie to the experts' sums, weighted by ``alpha`` [K, g].
 
-    Args:
-        grams: [n, g + K, g + K], Gram matrices of the feature deltas of the experts, then of their merges.
-        alpha: [K, g], the merging weights.
-
-    Returns:
-        The merge's delta projected on the sum, relative to the sum (the fraction in Eq. 8), and their cosine similarity
-        (Eq. 7, 15), both [n, K]; NaN where either is zero.
+    From Gram matrices [n, g + K, g + K] of the deltas of the experts, then of their merges: the merge's delta projected
+    on the sum, relative to the sum (the fraction in Eq. 8), and their cosine similarity (Eq. 7, 15), both [n, K]; NaN
+    where either is zero.
     """
     experts = alpha.shape[-1]
     merged = grams.diagonal(dim1=1, dim2=2)[:, experts:]
@@ -196,9 +192,6 @@ def linearity(
         pairs: compare 25 merges of every two experts with the experts.
         triples: compare 27 merges of every three experts with the experts.
         options: see ``Options``.
-
-    Returns:
-        Every score by level, expert or merge, and submodule; printed, it is a table.
 
     Raises:
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to

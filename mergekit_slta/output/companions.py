@@ -33,8 +33,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
     """Give a merged folder the files of the base model, and those of the model whose token ids it has.
 
-    Returns:
-        A sentence for each thing that could not be done; the weights are written by now.
+    Returns a sentence for each thing that could not be done; the weights are written by now.
     """
     recipe, owner = experiment.recipe, experiment.recipe.tokenizer_owner
     base, aligned, template = recipe.base.model, recipe.tokenizer_source is not None, bool(recipe.config.chat_template)

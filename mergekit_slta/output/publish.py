@@ -86,9 +86,6 @@ def publish(
         trust_remote_code: run the Python code that comes with the model.
         quiet: no progress bars.
 
-    Returns:
-        The repository, the files with their sizes, what was left out, and the address if it was uploaded.
-
     Raises:
         SltaError: everything that is wrong with the model, one sentence each, or why the Hub does not take it.
     """

@@ -193,12 +193,8 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     float32 moves M by 1e-2 where those of a task matrix span three or more (measured on matrices of attention). Where
     features of different experts contradict each other, the result is the least-squares solution.
 
-    Args:
-        matrices: ``T`` matrices [m, n], all float32 or all float64.
-        rank: keep at most so many features of each matrix; 0 keeps all.
-
-    Returns:
-        M [m, n] in the same dtype. If at most one matrix is not zero, M is that matrix.
+    The ``T`` matrices [m, n] are all float32 or all float64, and so is M [m, n]. ``rank`` keeps at most so many
+    features of each, 0 all of them. If at most one matrix is not zero, M is that matrix.
     """
     touched = [matrix for matrix in matrices if matrix.any()]
     if not touched:

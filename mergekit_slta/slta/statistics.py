@@ -170,9 +170,6 @@ class Statistics(Paragraphs):
             samples: how many of each task's first samples to use; all by default.
             keep_weight: how much the base model's task counts, κ; 1 by default, 0 leaves it out.
 
-        Returns:
-            The merging weights, what the merge keeps of each expert, and the condition of each linear system.
-
         Raises:
             SltaError: the level was not measured, an argument is out of its range, or the base model has no task to
                 weight.
@@ -361,12 +358,7 @@ class Solution(Paragraphs):
     def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> Solution:
         """Solve again for draws of the samples with replacement, for standard errors and intervals.
 
-        Args:
-            repeats: the number of draws, at least 2.
-            seed: what the draws depend on.
-
-        Returns:
-            The same solution with ``draws`` and ``alpha_std``. Its table has the standard errors beside the weights.
+        The same solution then has ``draws`` and ``alpha_std``, and its table the standard errors beside the weights.
 
         Raises:
             SltaError: there are fewer than two draws, an argument is no whole number, or the weights were not solved.
