@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, hidden_size, layer_bytes, map_shapes
-from mergekit_slta.engine.streams import waiting_bytes
+from mergekit_slta.engine.streams import fitting_batch, waiting_bytes
 from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.featcal.merge import HEAD_ELEMENTS, waiting
 from mergekit_slta.files import PARTIAL_OF_MERGE
@@ -89,6 +89,7 @@ def _running(experiment: Experiment) -> int:
     drawn = {task: data.token_ids for (task, _), data in experiment.drawn.items()}
     tasks = [drawn.get(task) or [[0] * settings.max_tokens] * task.samples for task in recipe.tasks]
     tokens = sum(len(row) for task in tasks for row in task)
+    batched = min(tokens, fitting_batch(decoder))  # a batch that is on its way through a layer counts twice
     layers, edge = models * layer_bytes(decoder), edge_bytes(decoder)
     if decoder.device.type != "cpu":
         layers += layers // 2  # which are read ahead
@@ -108,7 +109,9 @@ def _running(experiment: Experiment) -> int:
     head = min(edge // NUMBER, HEAD_ELEMENTS) if output_head(decoder) else 0
     features = batch_bytes(decoder, tasks, hidden=3 * head // hidden_size(decoder) ** 2, inner=0)
     ends = max((models + 1) * edge, models * edge + 4 * NUMBER * head + features)
-    return max(waiting_bytes(tokens, hidden_size(decoder), 2) + ends, waiting(decoder, tokens) + inside)
+    return max(
+        waiting_bytes(tokens, hidden_size(decoder), 2) + ends, waiting(experiment.decoder, tokens + batched) + inside
+    )
 
 
 def _merging(experiment: Experiment, written: int) -> int:
