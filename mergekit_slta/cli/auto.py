@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import shlex
 import shutil
 import time
@@ -149,7 +150,7 @@ def described(planned: Plan, experiment: Experiment) -> Iterator[str]:
     solved = SOLVED * sum(task.samples for task in experiment.recipe.tasks)
     numbers = sum(header.count for header in experiment.model(experiment.recipe.base).tensors.values())
     passes = ANSWERED * len(planned.answers) + scored + solved
-    yield f"Time: very roughly {passes * TOKENS * numbers * seconds / 60:.0f} minutes"
+    yield f"Time: very roughly {counted(math.ceil(passes * TOKENS * numbers * seconds / 60), 'minute')}"
 
 
 class Run:
