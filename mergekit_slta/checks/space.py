@@ -33,13 +33,19 @@ from mergekit_slta.tables import as_size
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Sizes in bytes; printed, three lines."""
+class Disk:
+    """What a merge writes, in bytes."""
 
     download: Mapping[str, int]  # the weights that are on the Hub alone, by model
     merged: int  # the merged model, as it is stored
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
     adapters: int  # a whole model for each LoRA adapter, which mergekit merges into the base model before
+
+
+@dataclass(frozen=True)
+class Needs(Disk):
+    """What a merge takes, in bytes; printed, three lines."""
+
     memory: int  # of the machine, or of the GPU where one computes
 
     def __str__(self) -> str:
@@ -59,18 +65,21 @@ class Needs:
 
 def needs(experiment: Experiment) -> Needs:
     """Find out what a recipe takes without reading weights; an SltaError if a model cannot be opened."""
+    disk = _disk(experiment)
+    running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
+    merging = _merging(experiment, min(disk.merged, experiment.options.out_shard_size))
+    return Needs(**vars(disk), memory=LIBRARIES + max(running, merging))
+
+
+def _disk(experiment: Experiment) -> Disk:
     recipe = experiment.recipe
-    base, dtype = experiment.model(recipe.base), _dtype(recipe.config.out_dtype or recipe.config.dtype)
+    base, config = experiment.model(recipe.base), recipe.config
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
-    merged = _stored_bytes(base, dtype)
-    written = min(merged, experiment.options.out_shard_size)
-    running = _running(experiment) if isinstance(recipe.settings, CalibrationSettings) else 0
-    return Needs(
+    return Disk(
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
-        merged,
+        _stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
         _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
-        sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(recipe.config.dtype)),
-        LIBRARIES + max(running, _merging(experiment, written)),
+        sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(config.dtype)),
     )
 
 
@@ -175,7 +184,7 @@ def not_overwritten(models: Iterable[Model], out: Path) -> None:
 
 def room(experiment: Experiment, out: Path | None) -> None:
     """Refuse disks that are too small for all that a merge writes to them."""
-    taken, written = needs(experiment), list[tuple[Path, str, int]]()
+    taken, written = _disk(experiment), list[tuple[Path, str, int]]()
     if out is not None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
