@@ -37,13 +37,7 @@ ALIKE = ("mistral", "qwen2", "gemma", "gemma3", "phi3", "cohere", "qwen3_moe")
 
 
 class Case:
-    """A tiny family, what calibration measures on it, and what the reference says.
-
-    Args:
-        family: the models and data.
-        split: how the layers split.
-        levels: the levels that apply.
-    """
+    """A tiny family, what calibration measures on it at some levels, and what the reference says."""
 
     def __init__(self, family: Family, split: reference.Split, levels: Sequence[str] = LEVELS) -> None:
         self.family = family

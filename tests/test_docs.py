@@ -11,8 +11,7 @@ from pathlib import Path
 import click
 import pytest
 import yaml
-from support import recipe_page
-from support.commands_page import PAGE, commands_page
+from support import pages
 from test_public_names import PROMISED
 
 from mergekit_slta.cli.commands import main
@@ -52,8 +51,9 @@ def options_of(command: click.Command) -> set[str]:
     return {name for option in options for name in (*option.opts, *option.secondary_opts)}
 
 
-def test_the_page_of_commands_is_what_the_commands_say() -> None:
-    assert PAGE.read_text(encoding="utf-8") == commands_page(), "run python tests/support/commands_page.py"
+@pytest.mark.parametrize("page", ["commands.md", "recipe.md"])
+def test_the_pages_of_commands_and_recipes_are_what_the_code_says(page: str) -> None:
+    assert TEXTS[page] == pages.made(page), "run python tests/support/pages.py"
 
 
 @each_page
@@ -64,11 +64,6 @@ def test_every_call_in_the_docs_has_a_command_and_options_that_exist(page: str) 
         assert first in main.commands, first
         given = {word for word in rest if word.startswith("-")}
         assert given <= options_of(main.commands[first]) | {"--help"}, (first, rest)
-
-
-def test_the_page_of_recipes_is_what_the_settings_classes_say() -> None:
-    page = recipe_page.PAGE.read_text(encoding="utf-8")
-    assert page == recipe_page.with_tables(page), "run python tests/support/recipe_page.py"
 
 
 @each_page

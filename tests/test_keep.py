@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support import families, reference
 from support.examining import only
 from support.families import Family, recipe
-from support.merging import worst_error
+from support.merging import same_tensors, worst_error
 from support.rounding import IN_FLOAT64, gram_rounding, regression_rounding
 
 from mergekit_slta.checks.examine import check
@@ -33,10 +33,6 @@ def keeping(family: Family, method: str = "slta", *experts: int, **shared: Any) 
 
 def merged(content: dict[str, Any], out: Path) -> dict[str, torch.Tensor]:
     return load_file(families.merge(content, out) / "model.safetensors")
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize("level", ["model", "attn_mlp", "linear"])
@@ -91,14 +87,14 @@ def test_the_file_says_what_is_kept_and_gives_it_up(
     plain = recipe(llama, experts=(0, 1), statistics=str(file))
     without = merged(recipe(llama, experts=(0, 1)), tmp_path / "without")
     assert "also has prompts for the base model" not in caplog.text
-    assert equal(merged(plain, tmp_path / "plain"), without)
+    assert same_tensors(merged(plain, tmp_path / "plain"), without)
     assert f"{file} also has prompts for the base model: to use them, give its entry" in caplog.text
-    assert equal(merged(keeping(llama, weight=0.0), tmp_path / "zero"), without)
+    assert same_tensors(merged(keeping(llama, weight=0.0), tmp_path / "zero"), without)
     # A recipe that only weights the base model takes the file's prompts.
     unnamed = recipe(llama, experts=(0, 1), calibration=False, statistics=str(file))
     unnamed["models"].append({"model": str(llama.base), "parameters": {"weight": 0.5}})
     assert not any("have the same prompts" in note for note in check(Recipe.parse(json.dumps(unnamed), "recipe")).notes)
-    assert equal(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
+    assert same_tensors(merged(unnamed, tmp_path / "unnamed"), load_file(tmp_path / "merged" / "model.safetensors"))
 
 
 def test_a_file_without_the_base_models_task_is_refused(llama: Family, tmp_path: Path) -> None:
@@ -140,7 +136,7 @@ def test_a_base_model_without_a_task_is_ignored(
     found = check(Recipe.parse(json.dumps(content), "recipe"))
     assert not found.problems
     assert ("'sftm' ignores calibration, weight of the base model" in "".join(found.notes)) == bool(parameters)
-    assert equal(merged(content, tmp_path / "listed"), without)
+    assert same_tensors(merged(content, tmp_path / "listed"), without)
 
 
 def test_a_mistake_is_one_sentence(llama: Family) -> None:

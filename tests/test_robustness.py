@@ -61,17 +61,11 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Commands:
-    """Runs commands in processes of their own.
-
-    Attributes:
-        forks: what the processes are forked from.
-        models: a folder with models, data and recipes for them with relative paths.
-        folder: where results go.
-    """
+    """Runs commands in processes of their own."""
 
     forks: ForkServerContext
-    models: Path
-    folder: Path
+    models: Path  # with data, and recipes for them with relative paths
+    folder: Path  # for results
 
     def run(self, name: str, folder: Path, kill_at: int = 0) -> Ended:
         """Run a command in a folder, and kill it right before it changes the disk there for the given time."""

@@ -58,7 +58,7 @@ class Interpolation(LayerMethod[Grams]):
         measured = {name: self._no_grams() for name in names}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)
-            base, runs = features.run_base(hidden, call), []
+            base, runs = features.run_base(hidden, call, maps.maps), []
             for stream, setting in enumerate(self.settings, 1):
                 blended = blend(weights[0], weights[1:], setting)
                 runs.append(features.run(blended, base, hidden, call))
@@ -66,9 +66,8 @@ class Interpolation(LayerMethod[Grams]):
                     streams.run_layer(stream, number, blended)
             for name, deltas in features.deltas(base, runs):
                 measured[name][rows] = sample_grams(deltas, batch.lengths)
-            if maps.maps:
-                for name, grams in maps.grams(maps.run_base(hidden, call), hidden, call, batch.lengths):
-                    measured[name][rows] = self.settings @ grams @ self.settings.T
+            for name, grams in maps.grams(base, hidden, call, batch.lengths) if maps.maps else ():
+                measured[name][rows] = self.settings @ grams @ self.settings.T
             streams.set_output(BASE, number, base.output, base.state)
             report(len(rows))
         self.grams |= of_all_ranks(measured, self.ranks, self.models[0], [BETWEEN] * len(self.settings))

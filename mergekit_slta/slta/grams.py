@@ -133,9 +133,9 @@ class LayerFeatures:
             routed = linear_map.expert is not None  # there may be too many of these to keep
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
 
-    def run_base(self, hidden: torch.Tensor, call: LayerCall) -> LayerRun:
-        """Run the base model's layer on a batch [B, S, D], and record what linear maps and heads get."""
-        capture = {linear_map.module for linear_map in self.maps} | self._head_modules()
+    def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:
+        """Run the base model's layer on a batch [B, S, D], and record what linear maps, others too, and heads get."""
+        capture = {linear_map.module for linear_map in (*self.maps, *others)} | self._head_modules()
         return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
 
     @cached_property

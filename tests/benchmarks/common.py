@@ -1,6 +1,6 @@
 """What the benchmarks share: families of random weights on disk, written layer by layer, and their data.
 
-Whatever imports this finds the modules of tests/ too, such as the meter of peak memory.
+Whatever imports this first finds the modules of examples/ and tests/ too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedTokenizerFast
 
-from mergekit_slta.recipe.recipe import Recipe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048
 CHANGE = 0.02  # of a weight's own size, what an expert changes
@@ -33,22 +32,15 @@ _TINY: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_v
 _LARGE: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
 
 
-def _llama(hidden: int, inner: int, heads: int, layers: int) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        num_hidden_layers=layers,
-        vocab_size=VOCABULARY,
-    )
-
-
 SHAPES: dict[str, PretrainedConfig] = {
-    "20m": _llama(512, 1408, 8, 6),
-    "60m": _llama(768, 2048, 12, 8),
-    "150m": _llama(1024, 2816, 16, 12),
-    "350m": _llama(1024, 2816, 16, 28),
+    "60m": LlamaConfig(
+        hidden_size=768,
+        intermediate_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+        num_hidden_layers=8,
+        vocab_size=VOCABULARY,
+    ),
     "1b": LlamaConfig(
         **_LARGE | {"hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 128256},
         intermediate_size=8192,
@@ -57,22 +49,14 @@ SHAPES: dict[str, PretrainedConfig] = {
     "7b": LlamaConfig(**_LARGE, intermediate_size=11008, num_key_value_heads=32),
     "mixture": MixtralConfig(**_LARGE, intermediate_size=14336, num_key_value_heads=8),
     "tiny": LlamaConfig(**_TINY, intermediate_size=128, vocab_size=VOCABULARY),
-    "tiny-mixture": MixtralConfig(**_TINY, intermediate_size=96, num_local_experts=4, vocab_size=VOCABULARY),
 }
 
 
-def write_models(
-    folder: Path, shape: str, experts: int, layers: int = 0, device: str = "cpu", low_rank: Sequence[int] = ()
-) -> list[Path]:
+def write_models(folder: Path, shape: str, experts: int, layers: int = 0, low_rank: Sequence[int] = ()) -> list[Path]:
     """Write a base model and experts with random bfloat16 weights, one shard per layer; returns their folders.
 
-    Args:
-        folder: where the models' folders go; a model that is there stays.
-        shape: a key of ``SHAPES``.
-        experts: their number.
-        layers: how many of the shape's layers, all by default.
-        device: what draws the numbers.
-        low_rank: the numbers of experts, from 1, that change matrices by a product of rank ``RANK``.
+    A model that is there stays. The shape is a key of ``SHAPES``, with all of its layers by default; experts of some
+    numbers, from 1, change matrices by a product of rank ``RANK``.
     """
     config, template = SHAPES[shape], _template(folder / "template", SHAPES[shape])
     config = type(config).from_dict(config.to_dict() | {"dtype": "bfloat16"})
@@ -91,7 +75,7 @@ def write_models(
         places: dict[str, str] = {}
         for index, shard in enumerate(shards):
             file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-            tensors = _random(shard, index, number, device, number in low_rank)
+            tensors = _random(shard, index, number, number in low_rank)
             save_file(tensors, target / file, metadata={"format": "pt"})
             places |= dict.fromkeys(shard, file)
         (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -111,24 +95,22 @@ def _template(folder: Path, config: PretrainedConfig) -> dict[str, torch.Size]:
     return shapes
 
 
-def _random(
-    shapes: dict[str, torch.Size], shard: int, model: int, device: str, low_rank: bool
-) -> dict[str, torch.Tensor]:
+def _random(shapes: dict[str, torch.Size], shard: int, model: int, low_rank: bool) -> dict[str, torch.Tensor]:
     """The tensors of a shard: the base model's, which all models share, and an expert's change."""
     tensors = {}
     for index, (name, shape) in enumerate(shapes.items()):
         if len(shape) < 2:
             tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
             continue
-        generator = torch.Generator(device).manual_seed(1000 * shard + index)
-        value = torch.randn(shape, generator=generator, device=device) / shape[-1] ** 0.5
+        generator = torch.Generator().manual_seed(1000 * shard + index)
+        value = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
         if model:
             generator.manual_seed(10**6 * model + 1000 * shard + index)
             sizes = [(shape[0], RANK), (RANK, shape[-1])] if low_rank else [shape]
-            factors = [torch.randn(size, generator=generator, device=device) for size in sizes]
+            factors = [torch.randn(size, generator=generator) for size in sizes]
             change = factors[0] @ factors[1] / RANK**0.5 if low_rank else factors[0]
             value += CHANGE * change / shape[-1] ** 0.5
-        tensors[name] = value.bfloat16().cpu()
+        tensors[name] = value.bfloat16()
     return tensors
 
 
@@ -152,20 +134,9 @@ def write_samples(folder: Path, tasks: int, samples: int, tokens: int) -> list[P
     return files
 
 
-def make_recipe(folders: Sequence[Path], method: str, samples: int, max_tokens: int, **parameters: Any) -> Recipe:
-    """A recipe of a family with data of random words, ``samples`` records of ``max_tokens`` each."""
-    base, *experts = folders
-    files = write_samples(CACHE, len(experts), samples, max_tokens)
-    models = [
-        {"model": expert, "parameters": {"calibration": file}} for expert, file in zip(experts, files, strict=True)
-    ]
-    settings = {"samples": samples, "max_tokens": max_tokens, **parameters}
-    content = {"merge_method": method, "base_model": base, "models": models, "parameters": settings}
-    return Recipe(content | {"dtype": "float32"})
-
-
-def be_quiet() -> None:
-    """Keep transformers from saying what it loads."""
+def be_quiet(threads: int = 0) -> None:
+    """Keep transformers from saying what it loads, and torch from more threads than some."""
+    torch.set_num_threads(threads or torch.get_num_threads())
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 

@@ -10,16 +10,12 @@ the order of the seeds.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
-import torch
 from common import CACHE, be_quiet
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import family
-import quickstart
+from family import copy_shipped, evaluate, write_calibration
+from quickstart import average, merge, recipes
 
 METHODS = ("featcal", "slta attn_mlp")
 SAMPLES = (3, 30)
@@ -30,22 +26,20 @@ SAMPLES = (3, 30)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "draws")
 def main(seeds: tuple[int, ...], out: Path) -> None:
     """Merge the shipped family with each draw of prompts, and print the averages."""
-    be_quiet()
-    torch.set_num_threads(1)
-    models = family.copy_shipped(out / "family")
-    recipes = quickstart.recipes(models, out, ())
+    be_quiet(threads=1)
+    models = copy_shipped(out / "family")
+    known = recipes(models, out, ())
     scores: dict[str, list[float]] = {}
     for seed in seeds:
         for task, path in models.calibration.items():
-            family.write_calibration(path, task, seed)
+            write_calibration(path, task, seed)
         for method in METHODS:
-            recipe = recipes[method]
+            recipe = known[method]
             recipe["parameters"].pop("statistics", None)
             for samples in SAMPLES:
                 recipe["parameters"]["samples"] = samples
-                merged = quickstart.merge(out, f"{method} {samples}", recipe, 0)
-                average = quickstart.average(family.evaluate(merged))
-                scores.setdefault(f"{method} {samples}", []).append(round(average, 3))
+                merged = merge(out, f"{method} {samples}", recipe, 0)
+                scores.setdefault(f"{method} {samples}", []).append(round(average(evaluate(merged)), 3))
     click.echo(json.dumps({"benchmark": "draws", "seeds": seeds, **scores}))
 
 

@@ -10,18 +10,15 @@ seen, then two experts, with the base model's prompts in the third task. Prints 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from common import CACHE, be_quiet
+from family import TASKS, evaluate
+from quickstart import merge
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import family as families
-import quickstart
 
 OTHERS = ("strings", "words")  # the tasks of the base model's prompts, beside the expert for sums
 WRITTEN_TOKENS = 56
@@ -46,8 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @click.option("--only", default="", help="Only the rows whose names hold this.")
 def main(folder: Path, out: Path, only: str) -> None:
     """Merge the family in FOLDER in each way, and print the scores."""
-    be_quiet()
-    torch.set_num_threads(1)
+    be_quiet(threads=1)
     prompts = base_prompts(folder.resolve(), out)
     models = {"base model": folder / "base", "expert for sums": folder / "sums"}
     print("| | sums | strings | words |\n|---|---|---|---|", flush=True)
@@ -55,7 +51,7 @@ def main(folder: Path, out: Path, only: str) -> None:
         show(label, model)
     for label, row in ROWS.items():
         if only in label:
-            show(label, quickstart.merge(out, label.replace(",", ""), recipe(folder.resolve(), prompts, **row), 0))
+            show(label, merge(out, label.replace(",", ""), recipe(folder.resolve(), prompts, **row), 0))
 
 
 def recipe(
@@ -106,8 +102,8 @@ def written(base: Path, samples: int = 40) -> list[str]:
 
 
 def show(label: str, model: Path) -> None:
-    scores = families.evaluate(model)
-    print(f"| {label} | {' | '.join(f'{scores[task]:.2f}' for task in families.TASKS)} |", flush=True)
+    scores = evaluate(model)
+    print(f"| {label} | {' | '.join(f'{scores[task]:.2f}' for task in TASKS)} |", flush=True)
 
 
 if __name__ == "__main__":

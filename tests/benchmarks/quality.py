@@ -10,19 +10,16 @@ and of RegMean++ and FeatCal as published (``published.py``).
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 from common import CACHE, be_quiet
+from family import Family, evaluate, train_family
 from published import published_featcal, regmean_plus_plus
+from quickstart import GRID, STATISTICS, average, merge, recipes
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import family
-import quickstart
 
 from mergekit_slta.data.sources import CalibrationSource
 
@@ -34,42 +31,41 @@ SAMPLES = (3, 10, 30, 100)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "quality")
 def main(seeds: tuple[int, ...], out: Path) -> None:
     """Merge the family of each seed by every method and compare the averages."""
-    be_quiet()
-    torch.set_num_threads(1)
+    be_quiet(threads=1)
     for seed in seeds:
         folder = out / f"seed{seed}"
-        models = family.train_family(folder / "family", seed)
+        models = train_family(folder / "family", seed)
         scores = _task_arithmetic(models, folder, seed) | _methods(models, folder, seed)
         rounded = {name: round(score, 3) for name, score in scores.items()}
         print(json.dumps({"benchmark": "quality", "seed": seed, **rounded}), flush=True)
 
 
-def _task_arithmetic(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+def _task_arithmetic(models: Family, folder: Path, seed: int) -> dict[str, float]:
     """The best average score of the grid."""
-    recipes = quickstart.recipes(models, folder, quickstart.GRID)
-    grid = [f"task_arithmetic {weight}" for weight in quickstart.GRID]
-    return {"task_arithmetic": max(_score(folder, name, recipes[name], seed) for name in grid)}
+    known = recipes(models, folder, GRID)
+    grid = [f"task_arithmetic {weight}" for weight in GRID]
+    return {"task_arithmetic": max(_score(folder, name, known[name], seed) for name in grid)}
 
 
-def _methods(models: family.Family, folder: Path, seed: int) -> dict[str, float]:
+def _methods(models: Family, folder: Path, seed: int) -> dict[str, float]:
     """The average score of every method that searches nothing."""
-    recipes = quickstart.recipes(models, folder, ())
-    (folder / quickstart.STATISTICS).unlink(missing_ok=True)
+    known = recipes(models, folder, ())
+    (folder / STATISTICS).unlink(missing_ok=True)
     names = ("sftm", "actmat", "slta layer", "slta attn_mlp")
-    scores = {name: _score(folder, name, recipes[name], seed) for name in names}
+    scores = {name: _score(folder, name, known[name], seed) for name in names}
     for count in SAMPLES:
         scores |= _published(models, folder, count)
-        recipe = recipes["featcal"]
+        recipe = known["featcal"]
         recipe["parameters"]["samples"] = count
         scores[f"featcal {count}"] = _score(folder, f"featcal {count}", recipe, seed)
     return scores
 
 
 def _score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
-    return quickstart.average(family.evaluate(quickstart.merge(folder, name, recipe, seed)))
+    return average(evaluate(merge(folder, name, recipe, seed)))
 
 
-def _published(models: family.Family, folder: Path, count: int) -> dict[str, float]:
+def _published(models: Family, folder: Path, count: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
         CalibrationSource(
@@ -91,7 +87,7 @@ def _published(models: family.Family, folder: Path, count: int) -> dict[str, flo
         target = folder / "merged" / f"{name.replace(' ', '-')}-{count}"
         merged.save_pretrained(target)
         tokenizer.save_pretrained(target)
-        scores[f"{name} {count}"] = quickstart.average(family.evaluate(target))
+        scores[f"{name} {count}"] = average(evaluate(target))
     return scores
 
 

@@ -101,19 +101,14 @@ class RealFamily:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained model from PyPI.
-
-    Attributes:
-        package: what to install.
-        files: of the installed package, the folder and the name of the GGUF file; an ImportError without it.
-        template: a chat template for a model that has none; the end of a turn is its end token.
-        trains_embeddings: whether fine-tuning changes them; those of a large vocabulary would take most of the time.
-    """
+    """A pretrained model from PyPI."""
 
     package: str
-    files: Callable[[], tuple[Path, str]]
-    template: tuple[str, str] | None = None
-    trains_embeddings: bool = True
+    files: Callable[
+        [], tuple[Path, str]
+    ]  # the folder and the name of the GGUF file; an ImportError without the package
+    template: tuple[str, str] | None = None  # for chats with a model that has none, and its end of a turn, an end token
+    trains_embeddings: bool = True  # those of a large vocabulary would take most of the time
 
 
 def _smollm2() -> tuple[Path, str]:
@@ -409,16 +404,10 @@ def _batches(rows: Sequence[Any], steps: int, seed: int) -> Iterator[list[Any]]:
 
 
 class Evaluation(NamedTuple):
-    """A model on one task, or on ordinary text.
+    """A model on one task, or on ordinary text."""
 
-    Attributes:
-        exact: the share of answers that greedy decoding gives exactly: teacher-forced argmax, which equals it.
-            For instructions, the share that is followed.
-        loss: the mean negative log-likelihood per answer token; for ordinary text, the perplexity.
-    """
-
-    exact: float
-    loss: float
+    exact: float  # the share of answers that greedy decoding (teacher-forced argmax) gives, or of instructions followed
+    loss: float  # the mean negative log-likelihood per answer token; for ordinary text, the perplexity
 
 
 @torch.no_grad()

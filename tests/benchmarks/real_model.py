@@ -21,7 +21,6 @@ import json
 import math
 import shutil
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,11 +29,9 @@ from typing import Any
 import click
 from common import CACHE, be_quiet
 from matplotlib.figure import Figure
+from quickstart import merge
 from real_family import PRETRAINED, TASKS, Evaluation, RealFamily, evaluate, train_family
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-import quickstart
 
 from mergekit_slta import files
 from mergekit_slta.figures import Line, Panel, drawn, line_chart
@@ -118,7 +115,7 @@ def _scores(folder: Path, model: str, seed: int, tasks: Sequence[str], only: Seq
 
 
 def _merge(folder: Path, label: str, recipe: Recipe, seed: int, family: RealFamily) -> dict[str, Evaluation]:
-    merged = quickstart.merge(folder, label, recipe, seed)
+    merged = merge(folder, label, recipe, seed)
     scores = evaluate(merged, family.test)
     shutil.rmtree(merged)
     return scores

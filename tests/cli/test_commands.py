@@ -15,14 +15,13 @@ from typing import Any
 
 import click
 import pytest
-import torch
 from conftest import WriteRecipe
 from safetensors.torch import load_file
 from support import families
 from support.command import run
 from support.families import Family
 from support.hub import serve
-from support.merging import worst_error
+from support.merging import same_tensors, worst_error
 from support.processes import ROOT
 from support.rounding import SOLVED_IN_FLOAT64, rounding
 
@@ -307,7 +306,7 @@ def test_a_recipe_may_name_published_statistics(llama: Family, stats: Path, tmp_
         recipe = families.write_recipe(tmp_path / f"{number}.yml", content)
         run("merge", recipe, tmp_path / f"out{number}", "--quiet", "--no-write-model-card", "--no-copy-tokenizer")
         outputs.append(load_file(tmp_path / f"out{number}" / "model.safetensors"))
-    assert all(torch.equal(tensor, outputs[1][name]) for name, tensor in outputs[0].items())
+    assert same_tensors(*outputs)
 
 
 def test_a_merged_folder_is_solved_as_its_recipe_says(llama: Family, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from conftest import MakeFamily
 from support import depths, families
 from support.families import Family
+from support.merging import same_tensors
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.engine import streams as module
@@ -81,8 +82,7 @@ def test_a_merge_is_the_same_to_the_last_bit_where_layers_run_again(
     monkeypatch.setattr(module, "RETURNED", room)
     families.feature_merge(family, tmp_path / "again", batch_tokens=40)
     assert room / 2 <= max(taken) <= room
-    expected, found = (families.solved_tensors(tmp_path / name) for name in ("waiting", "again"))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert same_tensors(*(families.solved_tensors(tmp_path / name) for name in ("waiting", "again")))
 
 
 MANY = [[[3 + (i * j) % 50 for i in range(256)] for j in range(30 * task + 1, 30 * task + 31)] for task in range(2)]

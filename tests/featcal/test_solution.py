@@ -17,6 +17,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
 from support import families
 from support.families import Family
+from support.merging import same_tensors
 
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
@@ -29,7 +30,6 @@ from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
-State = dict[str, torch.Tensor]
 Recipe = dict[str, Any]
 
 
@@ -46,10 +46,6 @@ def recipe(family: Family, **changes: Any) -> Recipe:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def equal(first: State, second: State) -> bool:
-    return set(first) == set(second) and all(torch.equal(first[name], tensor) for name, tensor in second.items())
 
 
 @pytest.fixture
@@ -114,7 +110,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     assert torch.cat(weights).unique().tolist() == [1.0, W]
     families.feature_merge(llama, tmp_path / "weighted", tasks=[task.token_ids for task in data], token_weights=weights)
     solve(content, tmp_path / "solved")
-    assert equal(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
+    assert same_tensors(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
 
 
 def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_it_goes() -> None:
@@ -195,5 +191,5 @@ def test_finished_layers_are_repeated_to_the_last_bit(
         file.unlink()
     LoaderCache.loaders.clear()
     found = families.feature_merge(family, tmp_path, batch_tokens=60)
-    assert equal(families.solved_tensors(tmp_path), before)
+    assert same_tensors(families.solved_tensors(tmp_path), before)
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in before.items())  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from mergekit.scripts import multimerge
 from safetensors.torch import save_file
 from support import command, families
 from support.families import Family
-from support.merging import State, stored
+from support.merging import State, same_tensors, stored
 
 from mergekit_slta.data import sources
 from mergekit_slta.engine.ranks import joined
@@ -32,11 +32,6 @@ from mergekit_slta.output.verify import verify
 from mergekit_slta.recipe.recipe import Recipe
 
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
-
-
-def assert_equal(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def alone(content: dict[str, Any], out: Path) -> State:
@@ -58,8 +53,8 @@ def test_mergekit_multi_runs_several_merges(llama: Family, tmp_path: Path) -> No
     command.run(tmp_path / "recipes.yml", *options, program=multimerge.main)
     del first["name"]
     second["models"][1]["model"] = str(parts / "first")
-    assert_equal(stored(parts / "first"), alone(first, tmp_path / "alone"))
-    assert_equal(stored(tmp_path / "out"), alone(second, tmp_path / "second"))
+    assert same_tensors(stored(parts / "first"), alone(first, tmp_path / "alone"))
+    assert same_tensors(stored(tmp_path / "out"), alone(second, tmp_path / "second"))
 
 
 def replace(folder: Path) -> None:
@@ -80,7 +75,7 @@ def test_an_expert_that_is_replaced_between_two_merges_is_read_anew(
     before = stored(families.merge(content, tmp_path / "before"))
     replace(family.experts[0])
     found = stored(families.merge(content, tmp_path / "after"))
-    assert_equal(found, alone(content, tmp_path / "alone"))
+    assert same_tensors(found, alone(content, tmp_path / "alone"))
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
 
 
@@ -186,7 +181,7 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
     more: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
     assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
     assert verify(recipe, tmp_path / "ours").problems == ()
-    assert_equal(stored(tmp_path / "ours"), stored(families.merge(content, tmp_path / "theirs")))
+    assert same_tensors(stored(tmp_path / "ours"), stored(families.merge(content, tmp_path / "theirs")))
 
 
 def test_a_process_that_was_silent_in_a_merge_is_not_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

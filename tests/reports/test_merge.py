@@ -145,44 +145,20 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
 # The numbers, against dense features and against solving anew
 
 
-def random_deltas(experts: int, samples: int, seed: int) -> reference.Deltas:
-    generator = torch.Generator().manual_seed(seed)
-    found = reference.Deltas()
-    for task in range(experts):
-        for sample in range(samples):
-            size = 5 * (sample + 2)
-            common = torch.randn(size, generator=generator, dtype=torch.float64)
-            found.samples.append(torch.randn(experts, size, generator=generator).double() + (seed % 3) * common)
-            found.task.append(task)
-    return found
-
-
-def dense_kept(deltas: list[reference.Deltas], alpha: list[torch.Tensor], task: int) -> float:
-    """1 - sum J(alpha) / sum J(0) of one task over submodules, every sample balanced."""
-    lost = before = 0.0
-    for found, weights in zip(deltas, alpha, strict=True):
-        for delta, own in zip(found.samples, found.task, strict=True):
-            if own == task:
-                power = delta.square().sum(1).mean()
-                lost += float((weights @ delta - delta[task]).square().sum() / power)
-                before += float(delta[task].square().sum() / power)
-    return 1 - lost / before
-
-
 def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     names = synthetic.submodules(["attn_mlp"], 3)
-    deltas = {name: random_deltas(3, 4, seed) for seed, name in enumerate(names)}
+    deltas = {name: reference.random_deltas([4] * 3, 3, seed) for seed, name in enumerate(names)}
     solution = synthetic.statistics(grams={name: own.grams() for name, own in deltas.items()}).solve("attn_mlp")
     alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
     by_layer = retained_by_layer(solution)
-    assert list(by_layer) == [0, 1, 2]
-    for task in range(3):
-        expected = dense_kept(list(deltas.values()), list(alpha.values()), task)
-        assert solution.retained_overall[task].item() == pytest.approx(expected, abs=SOLVED_IN_FLOAT64)
-        for layer, of_layer in by_layer.items():
-            names = [f"layer.{layer}.attn", f"layer.{layer}.mlp"]
-            expected = dense_kept([deltas[name] for name in names], [alpha[name] for name in names], task)
-            assert of_layer[task].item() == pytest.approx(expected, abs=SOLVED_IN_FLOAT64)
+    of_layers = {layer: [f"layer.{layer}.attn", f"layer.{layer}.mlp"] for layer in range(3)}
+    assert list(by_layer) == [*of_layers]
+    for found, own in (
+        (solution.retained_overall, names),
+        *((by_layer[layer], own) for layer, own in of_layers.items()),
+    ):
+        expected = reference.retained([deltas[name] for name in own], [alpha[name] for name in own])
+        assert torch.allclose(found, expected, rtol=0, atol=SOLVED_IN_FLOAT64)
 
 
 def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:

@@ -21,18 +21,8 @@ SETTINGS = [
 ]
 
 
-def random_deltas(samples: Sequence[int] = (4, 5, 3), experts: int = EXPERTS, seed: int = 0) -> reference.Deltas:
-    """Feature deltas [T, S * D] of samples of different lengths and sizes, with a direction in common."""
-    generator = torch.Generator().manual_seed(seed)
-    found = reference.Deltas()
-    for task, count in enumerate(samples):
-        for sample in range(count):
-            size = 6 * (sample + 2)
-            common = torch.randn(size, generator=generator, dtype=torch.float64)
-            own = torch.randn(experts, size, generator=generator, dtype=torch.float64)
-            found.samples.append((own + common) * 10.0 ** (sample - 2) * (task + 1))
-            found.task.append(task)
-    return found
+def random_deltas(samples: Sequence[int] = (4, 5, 3), experts: int = EXPERTS) -> reference.Deltas:
+    return reference.random_deltas(samples, experts)
 
 
 def tasks(deltas: reference.Deltas) -> torch.Tensor:
@@ -55,7 +45,7 @@ def test_equals_dense_least_squares(settings: dict[str, object]) -> None:
 def test_retained_is_the_share_of_the_squared_feature_change(balance: bool) -> None:
     deltas = random_deltas()
     solution = solve(deltas.grams(), tasks(deltas), balance=balance)
-    assert close(solution.retained, reference.retained(deltas, solution.alpha, balance))
+    assert close(solution.retained, reference.retained([deltas], [solution.alpha], balance))
 
 
 def test_condition_is_that_of_the_scaled_matrix() -> None:

@@ -2,9 +2,9 @@
 
     python tests/support/architecture_scan.py [TYPE ...]
 
-writes docs/architectures.md. Nothing is downloaded: a small base model and two experts with random weights are made of
-each type, merged by each method and level, written, loaded by transformers and compared tensor by tensor. Of types that
-are named, the rows are printed and the page stays as it is. Some towers need ``timm``.
+writes the tables of docs/architectures.md. Nothing is downloaded: a small base model and two experts with random
+weights are made of each type, merged by each method and level, written, loaded by transformers and compared tensor by
+tensor. Of types that are named, the rows are printed and the page stays as it is. Some towers need ``timm``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support import families
 from support.families import Family
 from support.merging import State, by_reference, load, merged, solved, stored, wrong_tensors
+from support.pages import DOCS, filled
 
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, in_words
@@ -50,7 +51,7 @@ from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.submodules import fallbacks
 from mergekit_slta.slta.weights import TensorWeights
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "architectures.md"
+PAGE = "architectures.md"
 # What is tried of each type, and how it is marked.
 LEVELS = ("layer", "attn_mlp", "head_mlp", "linear")
 COLUMNS = (*LEVELS, "featcal", "actmat", "sftm")
@@ -163,27 +164,16 @@ NO_DECODERS = {
 
 @dataclass
 class Row:
-    """What was found of a model type.
+    """What was found of a model type."""
 
-    Attributes:
-        model_type: transformers' name of it.
-        architecture: the class.
-        kind: the key of ``KINDS`` that it is registered as.
-        decoder: whether its text model is a decoder-only language model.
-        works: the mark of each column.
-        in_part: the levels that fall back in some layers, and ``featcal`` where it keeps the anchor in most maps.
-        reasons: why they do not.
-        seconds: of a processor.
-    """
-
-    model_type: str
-    architecture: str
-    kind: str
-    decoder: bool = True
-    works: dict[str, str] = field(default_factory=dict)
-    in_part: list[str] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    model_type: str  # transformers' name of it
+    architecture: str  # the class
+    kind: str  # the key of ``KINDS`` that it is registered as
+    decoder: bool = True  # whether its text model is a decoder-only language model
+    works: dict[str, str] = field(default_factory=dict)  # the mark of each column
+    in_part: list[str] = field(default_factory=list)  # levels that fall back in layers; ``featcal``, mostly the anchor
+    reasons: list[str] = field(default_factory=list)  # why columns do not work, or in part
+    seconds: float = 0.0  # of a processor
 
 
 def small_configs(model_type: str, architecture: str) -> Iterator[transformers.PretrainedConfig]:
@@ -406,55 +396,21 @@ def _quiet() -> None:
     torch.set_num_threads(1)
 
 
-def page(rows: list[Row]) -> str:
-    """The page in Markdown."""
+def parts(rows: list[Row]) -> dict[str, str]:
+    """The generated parts of the page in Markdown."""
     decoders = {kind: [row for row in rows if row.kind == kind and row.decoder] for kind in KINDS}
     known = {row.model_type for of_kind in decoders.values() for row in of_kind}
-    others = dict.fromkeys(row.model_type for row in rows if row.model_type not in known)
-    lines = [
-        "# Architectures",
-        "",
-        "This page lists the models that can be merged; find yours by the `model_type` in its `config.json`. It covers "
-        f"every decoder-only type that transformers {transformers.__version__} registers for causal language modeling, "
-        "or for generating text from images and text. Of each type, a small base model and two experts with random "
-        "parameters were merged, transformers loaded the result, and every tensor was compared with the same merge, "
-        "computed with whole models in memory. `python tests/support/architecture_scan.py` does all of this, in "
-        f"{sum(row.seconds for row in rows) / 60:.0f} minutes on one core, and writes this page.",
-        "",
-        *_counts(decoders),
-        "",
-        "In part means: in some layers, `slta` takes the next larger submodules, or `featcal` gives most linear maps "
-        "the values that `actmat` would give them. The log, `mergekit-slta check` and the statistics say so. `featcal` "
-        "corrects the errors of earlier layers ([how](methods.md#how-featcal-and-actmat-work)) by the matrices whose "
-        "output is added to the hidden state, directly or through a norm; the log names the layers without such a "
-        "matrix, as in bloom, gemma3n, longcat_flash, minimax, zaya and half of zamba2.",
-        "",
-        "LoRA adapters of the attention and MLP maps merge wherever peft adapts them. This was tested with Gemma 3 and "
-        "4, Qwen3-VL, Qwen3.5 and its MoE version, Llama 4, Mistral 3, Falcon-H1, MiniMax and Zamba2. peft refuses "
-        "to adapt Mamba's `out_proj` and `conv1d`, and the projections in Gemma 4's towers for images and audio. A "
-        "short name such as `q_proj` in an adapter's `target_modules` also matches the projections in those towers, so "
-        "write the full names of the modules to adapt.",
-        "",
-        "## Everything works",
-    ]
-    for kind, of_kind in decoders.items():
-        whole = [row.model_type for row in of_kind if not row.reasons]
-        lines += ["", f"{kind.capitalize()}: {', '.join(whole)}."]
-    lines += [
-        "",
-        "## What works in part or not at all",
-        "",
-        "An arrow such as `head_mlp` → `attn_mlp` means: some layers cannot be split at the first level and take the "
-        "submodules of the second. A type may stand in two rows, for different layers.",
-        "",
-        "| model types | what | why |",
-        "|---|---|---|",
-        *_exceptions([row for of_kind in decoders.values() for row in of_kind]),
-        "",
-        f"transformers registers {len(others)} more types for causal language modeling, or for generating text from "
-        "images and text. They are not decoder-only language models, and were not tried.",
-    ]
-    return "\n".join(lines) + "\n"
+    minutes = sum(row.seconds for row in rows) / 60
+    whole = {kind: [row.model_type for row in of_kind if not row.reasons] for kind, of_kind in decoders.items()}
+    rest = len({row.model_type for row in rows} - known)
+    other = f"{rest} more types are registered, which are not decoder-only language models, and were not tried."
+    tried = f"With transformers {transformers.__version__}, in {minutes:.0f} minutes on one core:"
+    return {
+        "counts": "\n\n".join([tried, "\n".join(_counts(decoders)), other]),
+        "types": "\n\n".join(f"{kind.capitalize()}: {', '.join(names)}." for kind, names in whole.items()),
+        "exceptions": "| model types | what | why |\n|---|---|---|\n"
+        + "\n".join(_exceptions([row for of_kind in decoders.values() for row in of_kind])),
+    }
 
 
 def _counts(decoders: dict[str, list[Row]]) -> Iterator[str]:
@@ -499,7 +455,7 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(PROCESSES, _quiet) as pool:
         rows = list(tqdm(pool.imap(scan, chosen), total=len(chosen), unit="type"))
     if chosen is every:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        (DOCS / PAGE).write_text(filled(PAGE, parts(rows)), encoding="utf-8")
     else:
         print("\n".join(map(str, rows)))
 

@@ -338,19 +338,12 @@ def traced(kind: Any) -> Decoder:
 
 @dataclass(frozen=True)
 class Family:
-    """A base model, its experts and their calibration data, on disk.
-
-    Attributes:
-        base: the base model's folder.
-        experts: the experts' folders, ``T`` in all.
-        data: one ``.jsonl`` file per expert, its records ``{"text": ...}``.
-        config: the base model's configuration.
-    """
+    """A base model, its experts and their calibration data, on disk."""
 
     base: Path
-    experts: tuple[Path, ...]
-    data: tuple[Path, ...]
-    config: PretrainedConfig
+    experts: tuple[Path, ...]  # T in all
+    data: tuple[Path, ...]  # a ``.jsonl`` file per expert, its records ``{"text": ...}``
+    config: PretrainedConfig  # the base model's
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -378,29 +371,17 @@ class Family:
 
 def make_family(
     folder: Path,
-    architecture: str | PretrainedConfig = "llama",
+    architecture: str | PretrainedConfig = "llama",  # an entry that ``config_of`` knows, or a configuration
     *,
     experts: int = 2,
-    dtype: torch.dtype = torch.float32,
-    scale: float = 0.1,
-    touch: Callable[[str], bool] = lambda name: True,
-    records: int = 6,
-    longest: int = 20,
+    dtype: torch.dtype = torch.float32,  # the checkpoints'
+    scale: float = 0.1,  # each task vector's norm relative to the weights', tensor by tensor, before it is rounded
+    touch: Callable[[str], bool] = lambda name: True,  # which tensors the experts change, by the model's names
+    records: int = 6,  # of each expert
+    longest: int = 20,  # the most characters of a record; the shortest has three
     chat_template: str | None = None,
 ) -> Family:
-    """Write a family of random models.
-
-    Args:
-        folder: where the folders ``base``, ``expert0`` ... and the files ``task0.jsonl`` ... go.
-        architecture: an entry that ``config_of`` knows, or a configuration.
-        experts: how many.
-        dtype: the checkpoints'.
-        scale: each task vector's norm relative to the weights', tensor by tensor (before rounding to ``dtype``).
-        touch: which tensors the experts change, by the model's names.
-        records: calibration records per expert.
-        longest: the most characters of a record; the shortest has three.
-        chat_template: the tokenizers'.
-    """
+    """Write random models to the folders ``base``, ``expert0`` ..., and their records to ``task0.jsonl`` ..."""
     config = config_of(architecture) if isinstance(architecture, str) else architecture
     generator = torch.Generator().manual_seed(0)
     base = random_model(config, generator)
@@ -493,26 +474,15 @@ def recipe(
     family: Family,
     method: str = "slta",
     *,
-    experts: Sequence[int] | None = None,
-    calibration: bool = True,
-    per_expert: dict[str, Any] | None = None,
-    keep: dict[str, Any] | None = None,
+    experts: Sequence[int] | None = None,  # which ones, in the recipe's order; all by default
+    calibration: bool = True,  # whether each expert names its data
+    per_expert: dict[str, Any] | None = None,  # further parameters of every expert
+    keep: dict[str, Any] | None = None,  # of the base model, whose task has the last expert's data; else it has no task
     dtype: str | None = "float32",
     out_dtype: str | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """A recipe as a dictionary.
-
-    Args:
-        family: the models and data.
-        method: the merge method.
-        experts: which of the family's experts, in the recipe's order; all by default.
-        calibration: whether each expert names its data.
-        per_expert: further parameters of every expert.
-        keep: parameters of the base model, whose task has the last expert's data; by default it has no task.
-        dtype, out_dtype: mergekit's.
-        parameters: the shared ones.
-    """
+    """A recipe as a dictionary; ``parameters`` are the shared ones."""
     models = []
     for index in experts if experts is not None else range(len(family.experts)):
         own = {"calibration": str(family.data[index])} if calibration else {}

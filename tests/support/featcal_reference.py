@@ -156,22 +156,16 @@ def untied_head(model: Any) -> str | None:
 class Seen:
     """A map of an expert, and what the map is given on that expert's task.
 
-    Attributes:
-        merged: its inputs in the merged model, [n, in].
-        own: its inputs in the expert, [n, in].
-        weight: the expert's, [out, in].
-        bias: the expert's, [out].
-        drift: what the expert's residual stream has and the merged model's lacks where the map adds to it, in units of
-            the map's output, [n, out].
-        counted: how much each token counts, [n, 1].
+    The drift is what the expert's residual stream has and the merged model's lacks where the map adds to it, in units
+    of the map's output.
     """
 
-    merged: Tensor
-    own: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    drift: Tensor | float = 0.0
-    counted: Tensor | float = 1.0
+    merged: Tensor  # the map's inputs in the merged model, [n, in]
+    own: Tensor  # and in the expert, [n, in]
+    weight: Tensor  # the expert's, [out, in]
+    bias: Tensor | None = None  # the expert's, [out]
+    drift: Tensor | float = 0.0  # [n, out]
+    counted: Tensor | float = 1.0  # how much each token counts, [n, 1]
 
     @property
     def wanted(self) -> Tensor:

@@ -25,28 +25,17 @@ COMMIT = "c" * 40
 
 @dataclass
 class Hub:
-    """A running stand-in.
+    """A running stand-in."""
 
-    Attributes:
-        root: the folder with the repositories.
-        cache: the cache of what is downloaded from it.
-        revision: the one that every repository has.
-        fetched: the names of the files that were fetched whole.
-        created: what it was asked to create.
-        objects: the large files that were uploaded, by their SHA-256.
-        committed: the files of the last commit by name.
-        refusal: the status that it answers uploads with, instead of taking anything.
-    """
-
-    root: Path
-    cache: Path
-    revision: str = "main"
+    root: Path  # with the repositories
+    cache: Path  # of what is downloaded
+    revision: str = "main"  # the one that every repository has
     address: str = ""
-    fetched: list[str] = field(default_factory=list)
-    created: list[dict[str, Any]] = field(default_factory=list)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    committed: dict[str, bytes] = field(default_factory=dict)
-    refusal: int = 0
+    fetched: list[str] = field(default_factory=list)  # the names of the files that were fetched whole
+    created: list[dict[str, Any]] = field(default_factory=list)  # what it was asked to create
+    objects: dict[str, bytes] = field(default_factory=dict)  # the large files that were uploaded, by their SHA-256
+    committed: dict[str, bytes] = field(default_factory=dict)  # the files of the last commit by name
+    refusal: int = 0  # the status that it answers uploads with, instead of taking anything
 
 
 @contextmanager

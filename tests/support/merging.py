@@ -114,6 +114,11 @@ def merged(family: Family, method: str, out: Path, **parameters: Any) -> Path:
     return families.merge(content, out)
 
 
+def same_tensors(first: State, second: State) -> bool:
+    """Whether two models have the same tensors, bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], own) for name, own in second.items())
+
+
 def merged_state(folder: Path) -> State:
     """Every tensor of a model folder by the names of ``state_dict``, in float64."""
     return families.load_model(folder).state_dict()

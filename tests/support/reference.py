@@ -29,21 +29,9 @@ class Split:
     """How an architecture's decoder layer splits into branches, written down by hand.
 
     The names are those of all architectures whose children of such names are in such places; none has all of them.
-
-    Attributes:
-        attn, mlp: the layer's children in each branch.
-        layers: where the layers are.
-        queries, keys: the tensors whose rows come from query heads and from key/value heads.
-        fused: a tensor whose rows come from both, and how: ``blocks`` (all q, all k, all v), ``interleaved`` (q, k, v
-            of each head) or ``grouped`` (the queries of a group, its k, its v).
-        output: the map after the heads.
-        language: what the names of the tensors of the language tower and its head begin with.
-        boundary: the child whose output is the residual stream between the branches.
-        stacked: whether a layer's hidden states are [n, B, S, D].
-        unsplit: a child whose layers are not split: a list of modules, or one that several layers share.
     """
 
-    attn: tuple[str, ...] = (
+    attn: tuple[str, ...] = (  # the layer's children in each branch
         *("input_layernorm", "self_attn_layer_norm", "ln_1", "ln_attn", "operator_norm", "norm"),
         *("self_attn", "attn", "self_attention", "attention", "linear_attn", "mamba", "mixer", "conv"),
     )
@@ -52,20 +40,22 @@ class Split:
         *("mlp", "fc1", "fc2", "feed_forward", "block_sparse_moe", "shared_mlp"),
     )
     layers: str = "model.layers"
+    # The tensors whose rows come from query heads and from key/value heads, and one whose rows come from both: blocks
+    # (all q, all k, all v), interleaved (q, k, v of each head) or grouped (the queries of a group, its k, its v).
     queries: tuple[str, ...] = ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.output_gate", "mixer.q_proj")
     keys: tuple[str, ...] = (
         *("self_attn.k_proj", "self_attn.v_proj", "self_attn.kv_b_proj"),
         *("mixer.k_proj", "mixer.v_proj"),
     )
     fused: tuple[str, str] | None = None
-    output: tuple[str, ...] = (
+    output: tuple[str, ...] = (  # the map after the heads
         *("self_attn.o_proj", "self_attn.out_proj", "self_attn.dense"),
         *("self_attention.dense", "attention.dense", "attn.c_proj", "mixer.o_proj"),
     )
-    language: tuple[str, ...] = ("",)
-    boundary: str = ""
-    stacked: bool = False
-    unsplit: str = ""
+    language: tuple[str, ...] = ("",)  # what the names of the tensors of the language tower and its head begin with
+    boundary: str = ""  # the child whose output is the residual stream between the branches
+    stacked: bool = False  # whether a layer's hidden states are [n, B, S, D]
+    unsplit: str = ""  # a child whose layers are not split: a list of modules, or one that several layers share
 
 
 _GEMMA2 = Split(
@@ -155,19 +145,28 @@ SPLITS |= {
 
 @dataclass
 class Deltas:
-    """The feature deltas of one submodule.
+    """The feature deltas of one submodule."""
 
-    Attributes:
-        samples: one [T, S * D] tensor per sample.
-        task: the index of the expert whose data each sample came from.
-    """
-
-    samples: list[torch.Tensor] = field(default_factory=list)
-    task: list[int] = field(default_factory=list)
+    samples: list[torch.Tensor] = field(default_factory=list)  # [T, S * D] each
+    task: list[int] = field(default_factory=list)  # the index of the expert whose data each sample came from
 
     def grams(self) -> torch.Tensor:
         """[N, T, T]."""
         return torch.stack([delta @ delta.T for delta in self.samples])
+
+
+def random_deltas(samples: Sequence[int], experts: int, seed: int = 0) -> Deltas:
+    """Feature deltas of samples of different lengths and sizes, with a direction in common; how many of each task."""
+    generator = torch.Generator().manual_seed(seed)
+    found = Deltas()
+    for task, count in enumerate(samples):
+        for sample in range(count):
+            size = 6 * (sample + 2)
+            common = torch.randn(size, generator=generator, dtype=torch.float64)
+            own = torch.randn(experts, size, generator=generator, dtype=torch.float64)
+            found.samples.append((own + common) * 10.0 ** (sample - 2) * (task + 1))
+            found.task.append(task)
+    return found
 
 
 def gram_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -493,15 +492,18 @@ def stacked(
     return torch.cat(design), torch.cat(target)
 
 
-def retained(measured: Deltas, alpha: torch.Tensor, balance: bool = True) -> torch.Tensor:
-    """The share of each expert's feature change that ``alpha`` keeps on that expert's own samples, [T]."""
+def retained(measured: Sequence[Deltas], alphas: Sequence[torch.Tensor], balance: bool = True) -> torch.Tensor:
+    """The share of each expert's feature change in submodules that is kept on that expert's own samples, [T]."""
     shares = []
-    for task in range(len(alpha)):
-        own = [i for i, found in enumerate(measured.task) if found == task]
-        part = Deltas([measured.samples[i] for i in own], [task] * len(own))
-        design, target = stacked(part, balance)
-        shares.append(1 - (design @ alpha - target).square().sum() / target.square().sum())
-    return torch.stack(shares)
+    for task in range(len(alphas[0])):
+        lost = before = 0.0
+        for found, alpha in zip(measured, alphas, strict=True):
+            own = [i for i, other in enumerate(found.task) if other == task]
+            design, target = stacked(Deltas([found.samples[i] for i in own], [task] * len(own)), balance)
+            lost += float((design @ alpha - target).square().sum())
+            before += float(target.square().sum())
+        shares.append(1 - lost / before)
+    return torch.tensor(shares, dtype=torch.float64)
 
 
 def solve(measured: Mapping[str, Deltas], **settings: Any) -> dict[str, torch.Tensor]:
