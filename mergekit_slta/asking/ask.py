@@ -34,7 +34,7 @@ from mergekit_slta.data.records import (
     unread,
     with_system,
 )
-from mergekit_slta.data.sources import CalibrationSource, end_of_turn
+from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_template
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
@@ -293,7 +293,7 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
         return _Answer({}, loops=True)
     pair = {"prompt": prompt.text, "completion": text}
     forms: list[dict[str, Any]] = [pair, pair | {"completion": text + stop}]
-    if source.has_chat_template:
+    if has_chat_template(source.tokenizer):
         turns = [*prompt.record["messages"], {"role": "assistant", "content": text}]
         forms = [prompt.record | {"messages": turns}, pair | {"text": prompt.text + text + stop}]
 

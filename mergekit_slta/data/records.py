@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import islice, takewhile
@@ -18,6 +18,7 @@ Record = Mapping[str, Any]
 Span = tuple[int, int]
 Turns = list[dict[str, Any]]
 Render = Callable[[Turns], str]
+Change = Callable[[Turns], Turns]
 
 CHAT_FIELDS = ("messages", "conversations")
 # These groups of fields are tried in order; the texts of one group are joined by a newline, unless a prompt brings its
@@ -46,12 +47,11 @@ MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "
 # What only a template of a recipe names.
 UNREAD = ("context", "passage", "choices", "options", "history", "functions", *MEDIA)
 DEEPEST = 100  # lists and tables within each other: more would overflow what writes them
-WIDEST = 9999  # characters of a field in a template
 _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
-_INSIDE = re.compile(r"(?<=\w)\w", re.ASCII)  # a place inside a word
+_APART = r"(?!(?<=\w)\w)"  # a place that is not inside a word
 
 
 class UnfitRecord(SltaError):
@@ -152,20 +152,10 @@ def _answer_in(text: str, record: Record) -> Span | None:
         end = 0
         for part in parts:
             end = text.find(part, end) + len(part) if text.find(part, end) >= 0 else len(text)
-        places = [*islice(_places(answer, text, end), 2)] if parts and answer else []
-        if len(places) == 1:
-            return places[0]
+        places = re.compile(f"{_APART}{re.escape(answer)}{_APART}", re.ASCII).finditer(text, end)
+        if parts and answer and len(first_two := [*islice(places, 2)]) == 1:
+            return first_two[0].span()
     return None
-
-
-def _places(part: str, text: str, begin: int) -> Iterator[Span]:
-    """Where a part is in a text from an index on, not inside a word, and one place after the other."""
-    while (begin := text.find(part, begin)) >= 0:
-        end = begin + len(part)
-        apart = not (_INSIDE.match(text, begin) or _INSIDE.match(text, end))
-        if apart:
-            yield begin, end
-        begin = end if apart else begin + 1
 
 
 def _without_blanks(text: str, begin: int, end: int) -> Span | None:
@@ -204,12 +194,11 @@ def template_fields(template: str) -> list[str]:
         raise SltaError(
             f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
         ) from error
-    widths = [int(width) for _, form in named for width in re.findall(r"\d+", form or "")]
     unknown = any(not _FIELD.fullmatch(name) or "{" in (form or "") for name, form in named)
-    if not named or unknown or max(widths, default=0) > WIDEST:
+    if not named or unknown:
         raise SltaError(
             f"The template {template!r} must name fields of a row, each as '{{field}}', '{{field[key]}}' for a part "
-            f"of a field, or '{{field:format}}' with a width of at most {WIDEST}."
+            "of a field, or '{field:format}'."
         )
     return [name.split("[")[0] for name, _ in named]
 
@@ -255,14 +244,13 @@ def _fill(template: str, record: Record, where: object) -> Text:
 def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callable[..., str]) -> Text:
     turns, tools = with_system(turns, record), decoded(record.get("tools"))
     tools = [*map(decoded, tools)] if isinstance(tools, list) else tools
-    render = partial(render_chat, tools=tools) if tools else render_chat
-    turns, text, left_out = _written(turns, tools, render, where)
-    if REASON in left_out:  # some templates have a switch for it
-        thinking = partial(render, enable_thinking=True, thinking=True)
-        if (longer := _attempt(thinking, turns)) and REASON not in (lacking := _left_out(turns, tools, longer)):
-            render, text, left_out = thinking, longer, lacking
+    # Some templates write the reasoning only if they are asked to.
+    named = dict.fromkeys(("enable_thinking", "thinking"), True) if _thought(turns[-1]) else {}
+    render = partial(render_chat, **named, **({"tools": tools} if tools else {}))
+    change, text, left_out = _written(turns, tools, render, where)
+    answer = _last_turn_in(turns, text, lambda marked: render(change(marked)))
     said = json.dumps(turns, ensure_ascii=False, default=str)
-    return Text(text, True, _last_turn_in(turns, text, render), tuple(left_out), unread(record), said)
+    return Text(text, True, answer, tuple(left_out), unread(record), said)
 
 
 def with_system(turns: Turns, record: Record) -> Turns:
@@ -311,7 +299,7 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     parts = [part for part in content if isinstance(part, dict) and "text" not in part]
     if kinds := [part.get("type", key) for part in parts for key in ("type", *MEDIA) if key in part]:
         raise UnfitRecord(f"{what} has a part of the type {kinds[0]!r}: only text calibrates and is answered.")
-    normal = {"role": ROLES[role], "content": content}
+    normal = {"role": ROLES[role], "content": _text_of(content)}
     if calls:
         normal["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
     unnamed = _without(turn, "role", "from", "content", "value", "tool_calls", "function_call")
@@ -325,8 +313,8 @@ def _call(call: Any, what: str) -> dict[str, Any]:
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         raise UnfitRecord(f"{what} has a tool call without a function: correct it, or leave it out.")
     function = call["function"]
-    given: Any = next((function[name] for name in ARGUMENTS if name in function), {})
-    return call | {"function": _without(function, *ARGUMENTS) | {"arguments": decoded(given)}}
+    arguments: Any = next((function[name] for name in ARGUMENTS if name in function), {})
+    return call | {"function": _without(function, *ARGUMENTS) | {"arguments": decoded(arguments)}}
 
 
 def decoded(value: Any, depth: int = 0) -> Any:
@@ -343,13 +331,6 @@ def decoded(value: Any, depth: int = 0) -> Any:
     return [decoded(entry, depth + 1) for entry in value] if isinstance(value, list) else value
 
 
-# What a chat template may need: text instead of parts, arguments as JSON, the system's text before the user's.
-
-
-def _in_one_text(turns: Turns) -> Turns:
-    return [turn | {"content": _text_of(turn["content"])} for turn in turns]
-
-
 def _text_of(content: Any) -> Any:
     """The parts of a text as one text, a table as JSON; other contents as they are."""
     if isinstance(content, dict):
@@ -359,9 +340,12 @@ def _text_of(content: Any) -> Any:
     return "".join(texts) if parts and all(isinstance(text, str) for text in texts) else content
 
 
+# What a chat template may need: arguments as JSON, the system's text before the user's, texts as lists of parts.
+
+
 def _encoded(turns: Turns) -> Turns:
     turns = deepcopy(turns)
-    for function in (call["function"] for turn in turns for call in turn.get("tool_calls", [])):
+    for function in _functions(turns):
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return turns
 
@@ -373,25 +357,35 @@ def _folded(turns: Turns) -> Turns:
     return [turns[1] | {"content": "\n\n".join(texts)}, *turns[2:]]
 
 
-def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[Turns, str, list[str]]:
-    """A conversation, as little changed as lets the chat template write most of it, its text, and what that lacks."""
-    forms, written, reason = [turns], list[tuple[Turns, str, list[str]]](), ""
-    for change in (_in_one_text, _encoded, _folded):
-        forms += [changed for form in forms if (changed := change(form)) not in forms]
-    for form in forms:
+def _in_parts(turns: Turns) -> Turns:
+    texts = [turn["content"] for turn in turns]
+    return [
+        turn | {"content": [{"type": "text", "text": text}]} if isinstance(text, str) else turn
+        for turn, text in zip(turns, texts, strict=True)
+    ]
+
+
+def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[Change, str, list[str]]:
+    """How to change a conversation so that the chat template writes most of it; its text, and what that lacks."""
+    forms, written, reason = list[Turns](), list[tuple[Change, str, list[str]]](), ""
+    changes: tuple[Change, ...] = (list, _in_parts, _encoded, _folded, lambda turns: _encoded(_folded(turns)))
+    for change in changes:
+        if (form := change(turns)) in forms:
+            continue
+        forms.append(form)
         try:
             text = render(form)
             tables = [turn["content"] for turn in form] + [function["arguments"] for function in _functions(form)]
             if any(str(table) in text for table in tables if table and isinstance(table, (list, dict))):
                 raise ValueError("it would print a list or a table")
-            if CALLED in (left_out := _left_out(form, tools, text)):
+            if CALLED in (left_out := _left_out(turns, tools, text)):
                 raise ValueError("it writes no tool calls")
         except (SltaError, MemoryError):
             raise
         except Exception as error:  # of any kind: templates are programs
             reason = first_line(error)
             continue
-        written.append((form, text, left_out))
+        written.append((change, text, left_out))
         if not left_out:
             break
     if not written:
@@ -401,7 +395,7 @@ def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[T
 
 def _left_out(turns: Turns, tools: Any, text: str) -> list[str]:
     """What a chat template's text lacks of a conversation, each thing once."""
-    squeezed, last = _squeezed(_SWITCH.sub("", text)), turns[-1]
+    squeezed = _squeezed(_SWITCH.sub("", text))
 
     def lacks(words: str) -> bool:
         words = _SWITCH.sub("", words)
@@ -411,8 +405,7 @@ def _left_out(turns: Turns, tools: Any, text: str) -> list[str]:
     def unnamed(names: list[str], calls: list[str]) -> bool:  # beside the words and calls in the text
         return any(text.count(name) <= words.count(name) + calls.count(name) for name in {*names} if name)
 
-    thought = "".join(str(last[key]) for key in REASONING if key in last) or _words(last).rpartition("</think>")[0]
-    left_out = [REASON] if last["role"] == "assistant" and lacks(thought.strip().removeprefix("<think>")) else []
+    left_out = [REASON] if lacks(_thought(turns[-1])) else []
     said = list[str]()
     for turn in turns:
         if lacks(_said(turn)):
@@ -439,8 +432,10 @@ def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
     last, functions = turns[-1], _functions(turns[-1:])
     if last["role"] != "assistant" or not (functions or _words(last).strip()):
         return None
-    mark = [{"type": "text", "text": MARK}] if isinstance(last["content"], list) else MARK
-    marked = _attempt(render, [*turns[:-1], _without(last, "tool_calls", *REASONING) | {"content": mark}]) or ""
+    try:
+        marked = render([*turns[:-1], _without(last, "tool_calls", *REASONING) | {"content": MARK}])
+    except Exception:  # of any kind: templates are programs
+        return None
     head, *tail = marked.split(MARK)
     if len(tail) != 1:  # the template takes the turn apart, leaves it out or repeats it
         return None
@@ -454,21 +449,21 @@ def _last_turn_in(turns: Turns, text: str, render: Render) -> Span | None:
 
 
 def _words(turn: dict[str, Any]) -> str:
-    """The content of a turn as text; "" if it is none."""
-    text = _text_of(turn["content"])
-    return text if isinstance(text, str) else ""
+    """The content of a turn; "" if it is no text."""
+    return turn["content"] if isinstance(turn["content"], str) else ""
+
+
+def _thought(turn: dict[str, Any]) -> str:
+    """What an assistant's turn thinks before it says something."""
+    if turn["role"] != "assistant":
+        return ""
+    thought = "".join(str(turn[key]) for key in REASONING if key in turn) or _words(turn).rpartition("</think>")[0]
+    return thought.strip().removeprefix("<think>").strip()
 
 
 def _said(turn: dict[str, Any]) -> str:
     """What a turn says, an assistant's after it has thought."""
     return _words(turn).rpartition("</think>")[2] if turn["role"] == "assistant" else _words(turn)
-
-
-def _attempt(render: Render, turns: Turns) -> str | None:
-    try:
-        return render(turns)
-    except Exception:  # of any kind: templates are programs
-        return None
 
 
 def _without(turn: dict[str, Any], *keys: str) -> dict[str, Any]:

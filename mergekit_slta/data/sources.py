@@ -243,7 +243,7 @@ class CalibrationSource:
 
         Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
         """
-        is_chat, as_chat = self.has_chat_template, partial(self._render_chat, asks=True)
+        is_chat, as_chat = has_chat_template(self.tokenizer), partial(self._render_chat, asks=True)
         text = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines).text
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
@@ -262,10 +262,6 @@ class CalibrationSource:
             return self._encode(record_text(record, self.template, where="it", render_chat=self._render_chat))[0]
         return ()
 
-    @property
-    def has_chat_template(self) -> bool:
-        return _has_chat_template(self.tokenizer)
-
     @cached_property
     def _split_markers(self) -> set[str]:
         """The control tokens of the chat template that the tokenizer does not know."""
@@ -276,8 +272,8 @@ class CalibrationSource:
     @cached_property
     def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer that calibrates if it has a chat template, or else the expert's."""
-        tokenizer = self.tokenizer if self.has_chat_template else self.load_expert_tokenizer()
-        if not _has_chat_template(tokenizer):
+        tokenizer = self.tokenizer if has_chat_template(self.tokenizer) else self.load_expert_tokenizer()
+        if not has_chat_template(tokenizer):
             raise SltaError(
                 f"Calibration source {self.source!r} holds conversations, but neither the base model's tokenizer nor "
                 "the expert's has a chat template: give the expert a 'template'."
@@ -285,7 +281,7 @@ class CalibrationSource:
         return tokenizer
 
 
-def _has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     with contextlib.suppress(ValueError, NotImplementedError):
         return bool(tokenizer.get_chat_template())
     return False
@@ -303,7 +299,7 @@ def end_of_turn(tokenizer: Any) -> str | None:
     return max((token for token in tokenizer.get_added_vocab() if after.startswith(token)), key=len, default=None)
 
 
-def _in_lines(turns: Turns, tools: object = None) -> str:
+def _in_lines(turns: Turns, **of_template: object) -> str:
     return "".join(f"{turn['content']}\n" for turn in turns)
 
 
@@ -320,25 +316,24 @@ def read_records(source: str) -> Sequence[Record]:
     Raises:
         SltaError: the source is missing, broken, empty or of an unknown kind.
     """
-    records = _read_dataset(source) if is_dataset(source) else _read_file(source)
-    if not len(records):
-        raise SltaError(f"Calibration source {source!r} has no rows: add some, or name another source.")
-    return records
-
-
-def _read_file(source: str) -> Sequence[Record]:
     path = os.path.expanduser(source)
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()
-    if extension not in READERS:
+    if is_dataset(source):
+        records = _read_dataset(source)
+    elif extension not in READERS:
         raise SltaError(
             f"Calibration source {source!r} has no known extension: it must be {', '.join(READERS)}; "
             f"write '{DATASET_PREFIX}{source}' if it is a dataset or a folder."
         )
-    if not os.path.isfile(path):
+    elif not os.path.isfile(path):
         problem = "is not an ordinary file" if os.path.exists(path) else "does not exist"
         raise SltaError(f"Calibration file {source!r} {problem} (the current directory is {os.getcwd()!r}).")
-    with reading(f"Calibration file {source!r}", fix="correct it, and save it as UTF-8"):
-        return READERS[extension](path)
+    else:
+        with reading(f"Calibration file {source!r}", fix="correct it, and save it as UTF-8"):
+            records = READERS[extension](path)
+    if not len(records):
+        raise SltaError(f"Calibration source {source!r} has no rows: add some, or name another source.")
+    return records
 
 
 def _opened(path: str | Path, newline: str | None = None) -> TextIO:

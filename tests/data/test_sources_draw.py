@@ -233,7 +233,8 @@ PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text 
         (THINKING, ["a", "why[end]yes"], "[user]a[assistant][think]<why[end]yes>"),
         ("{% for m in messages %}{{ m.content.split('|')[1] + ' ' }}{% endfor %}", ["x|a", "x|b"], "a b "),
         (PARTS, [[{"text": "yes"}], [{"type": "text", "text": "yes"}]], "[user]yes [assistant]<yes> "),
-        (PARTS, [[{"text": "a"}], [{"text": "b"}, {"text": "c"}]], "[user]a [assistant]<b c> "),
+        (PARTS, [[{"text": "a"}], [{"text": "b"}, {"text": "c"}]], "[user]a [assistant]<bc> "),
+        (PARTS, ["a", "b"], "[user]a [assistant]<b> "),
     ],
 )
 def test_the_answer_of_a_conversation_is_its_last_turn_as_the_template_writes_it(
@@ -344,10 +345,6 @@ def test_test_data_of_another_source_are_described_and_scored_only_with_whole_an
         ({"q": "a"}, "{q:d}", ["'{q:d}'"]),
         *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q", "{}", "{0}", "no field", "{q.__class__}")),
         *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q[0].__doc__}", "{q:{q.__class__}}")),
-        *(
-            ({"q": "a"}, wide, [repr(wide), "at most 9999"])
-            for wide in ("{q:>20000000}", "{q:.20000000f}", "{q:10000}")
-        ),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_in_words(
