@@ -1,16 +1,18 @@
-"""Write files whole or not at all, hash them, say where a merge keeps its own, and name paths for others."""
+"""Write files whole or not at all, hash them, say where a merge's own lie, and which names and versions they tell."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import hashlib
+import importlib.metadata
 import json
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 
+from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError
 
 # What a merge makes beside its weights lies in a folder of its output, because some programs load every .safetensors
@@ -86,3 +88,9 @@ def local_name(name: str) -> str:
     """A model's name; a relative path to an existing folder begins with a dot, so that it is no Hub id."""
     parts = name.split("+")
     return "+".join(f"./{part}" if part and part[0] not in "./~" and os.path.isdir(part) else part for part in parts)
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that a measurement depends on."""
+    installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
+    return {"mergekit-slta": __version__, **installed}

@@ -17,7 +17,6 @@ from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import (
     NO_FOLDER,
     adapter_folder,
-    adapter_headers,
     names_in,
     target_of,
     with_adapter,
@@ -25,7 +24,7 @@ from mergekit_slta.models.adapters import (
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, other_computation
 from mergekit_slta.models.folder import beside_weights, code_of, refuse_links
-from mergekit_slta.models.headers import Model
+from mergekit_slta.models.headers import Model, adapter_weights, file_headers
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
@@ -71,7 +70,8 @@ def _full_precision(model: Model) -> None:
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
     """Refuse an adapter that cannot be merged: peft puts its tensors into the model, both without their content."""
-    folder, headers = adapter_folder(adapter, cache_dir), adapter_headers(adapter, cache_dir)
+    folder = adapter_folder(adapter, cache_dir)
+    headers = file_headers(adapter_weights(folder))
     refuse_links(folder, beside_weights(folder))
     settings = adapter_settings(folder)
     if parted := _parted_ends(model, settings, headers):

@@ -191,8 +191,6 @@ class Reader:
         self._decoder = decoder
         self._models = models
         self._thread = thread
-        for model in models:
-            model.open()  # not in the other thread: mergekit keeps its options apart for each thread
         on_gpu = decoder.device.type == "cuda"
         self._target = decoder.device if on_gpu else torch.device("cpu")
         self._stream = torch.cuda.Stream(decoder.device) if on_gpu else None

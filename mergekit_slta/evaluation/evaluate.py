@@ -256,7 +256,7 @@ def evaluate(
     if len({*merges, *taken}) < len(merges) + len(taken):
         merges = [str(folder) for folder in folders]
     results = [experiment.checkpoint(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
-    models = dict(zip([*names, *merges], [experiment.base, *experiment.experts, *results], strict=True))
+    models = dict(zip([*names, *merges], [*experiment.checkpoints, *results], strict=True))
     samples_of, device, quiet = list(groups.values()), experiment.device, experiment.quiet
     if not quiet:
         click.echo(f"Memory: about {as_size(scoring_bytes(experiment.decoder, samples_of))}", err=True)

@@ -22,6 +22,7 @@ from mergekit_slta.files import digest
 from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
@@ -44,11 +45,11 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     """
     require_calibration(experiment.recipe)
     require_solvable(experiment)
-    decoder = experiment.running_decoder
+    decoder = on_device(experiment.decoder, experiment.device)
     data = experiment.load_data(experiment.recipe.tasks)
     tasks = [samples.token_ids for samples in data]
     weights = token_weights(data)
-    head, models = head_to_solve(experiment), [experiment.base, *experiment.experts]
+    head, models = head_to_solve(experiment), experiment.checkpoints
     run = experiment.identity(
         data,
         format=FORMAT,

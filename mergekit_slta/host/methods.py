@@ -26,6 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.solution import SolvedModel, solve_model
 from mergekit_slta.layers.roles import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.models.checkpoint import is_finite, weighted_sum
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import (
@@ -75,22 +76,9 @@ class Merge:
     result: str = ""  # how near the merge is to each model, in a sentence, if the method knows it once they have run
     page: Path | None = None  # the report that it wrote, if the recipe asks for one
 
-    def __init__(self, experiment: Experiment | None) -> None:
-        self.experiment = experiment  # None where mergekit merges tensors that belong to no recipe of models
-
-    @property
-    def opened(self) -> Experiment:
-        """The opened recipe; an SltaError where mergekit merges tensors that belong to none."""
-        if self.experiment is None:
-            raise SltaError(
-                f"'{self.spec.name}' measures whole models before it merges their tensors: run it with "
-                "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
-            )
-        return self.experiment
-
-    def prepare(self, partial: Partial) -> None:
+    def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Run the models, before mergekit reads the first tensor, with all processes; ``partial`` has their layers."""
-        partial.begin({"method": self.spec.name}, self.opened.ranks, replace=True)
+        partial.begin({"method": self.spec.name}, experiment.ranks, replace=True)
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor of all models; ``parameters`` are the recipe's for it."""
@@ -103,21 +91,22 @@ class Method(GroupMergeMethod):
     def __init__(self, kind: type[Merge]) -> None:
         self.spec = kind.spec
         self.kind = kind
-        self._merge = self._without_recipe = kind(None)
+        self._experiment: Experiment | None = None  # none where mergekit merges tensors of no recipe of models
+        self._merge = self._without_recipe = kind()
 
     @property
     def architecture(self) -> ModelArchitecture | None:
         """The architecture of the merge that runs; None where mergekit's own decides."""
-        return self._merge.experiment.architecture if self._merge.experiment else None
+        return self._experiment.architecture if self._experiment else None
 
     @contextlib.contextmanager
-    def merging(self, merge: Merge) -> Iterator[None]:
-        """Take the tensors of all models' groups from a merge, also on other threads."""
-        self._merge = merge
+    def merging(self, experiment: Experiment, merge: Merge) -> Iterator[None]:
+        """Take the tensors of all models' groups from the merge of a recipe, also on other threads."""
+        self._experiment, self._merge = experiment, merge
         try:
             yield
         finally:
-            self._merge = self._without_recipe
+            self._experiment, self._merge = None, self._without_recipe
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         """Merge one tensor.
@@ -127,10 +116,15 @@ class Method(GroupMergeMethod):
                 models, but mergekit-pytorch or a tensor-level call names files or tensors.
         """
         of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
-        merge = self._merge if of_models else self._without_recipe
+        experiment, merge = (self._experiment, self._merge) if of_models else (None, self._without_recipe)
+        if experiment is None and not isinstance(merge, DataFreeMerge):
+            raise SltaError(
+                f"'{self.spec.name}' measures whole models before it merges their tensors: run it with "
+                "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
+            )
         merged = merge.tensor(group, **parameters)
-        out_dtype = merge.experiment.written_type(group.metadata.name or "") if merge.experiment else None
-        dtype = dtype_from_name(out_dtype) or merged.dtype
+        written = experiment and experiment.own_types.get(group.metadata.name or "", experiment.recipe.config.out_dtype)
+        dtype = dtype_from_name(written) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         return merged
@@ -143,11 +137,10 @@ class SltaMerge(Merge):
     """Merging weights in closed form, one for each submodule and expert."""
 
     spec = method_spec(SltaSettings, "SLTA", "2504.10902")
-    _weights: TensorWeights | None = None
+    _weights: TensorWeights
 
-    def prepare(self, partial: Partial) -> None:
+    def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
-        experiment = self.opened
         settings = experiment.recipe.settings_of(SltaSettings)
         experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
         statistics = statistics_of(experiment, partial=partial)
@@ -169,7 +162,7 @@ class SltaMerge(Merge):
             self.page = write_report(settings.report, "report.html", report_page(self.solution))
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
-        assert self.opened and self._weights is not None and group.base is not None and group.metadata.name
+        assert group.base is not None and group.metadata.name
         alpha = self._weights[group.metadata.name]
         experts = [(entry.tensor, alpha[self._position[entry.id]]) for entry in group.non_base]
         return weighted_sum(group.base.tensor, experts)
@@ -179,11 +172,11 @@ class FeatcalMerge(Merge):
     """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
 
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
-    _solved: SolvedModel | None = None
+    _solved: SolvedModel
+    _keep_weight: float  # κ
 
-    def prepare(self, partial: Partial) -> None:
+    def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Solve the merged model's tensors into the folder of finished layers."""
-        experiment = self.opened
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings, partial)
         errors, ridges = solved.measured()
@@ -198,19 +191,18 @@ class FeatcalMerge(Merge):
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
             self.page = write_report(settings.report, "featcal.html", drift_page(errors, ridges, tasks, settings))
-        self._solved = solved
+        self._solved, self._keep_weight = solved, experiment.recipe.keep_weight
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """Return the solved tensor; outside the layers, the base model's or the experts' average."""
-        experiment = self.opened
-        assert self._solved is not None and group.base is not None and group.metadata.name
+        assert group.base is not None and group.metadata.name
         base, name = group.base.tensor, group.metadata.name
         tensor = self._solved.tensor(name)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
         if not self._solved.is_language(name):
             return base
-        equal = torch.tensor(1 / (len(group.non_base) + experiment.recipe.keep_weight))
+        equal = torch.tensor(1 / (len(group.non_base) + self._keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
 
 
@@ -223,15 +215,20 @@ class DataFreeMerge(Merge):
     mergekit passes integer tensors through by itself.
     """
 
-    def __init__(self, experiment: Experiment | None) -> None:
-        super().__init__(experiment)
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._roles: dict[Hashable, Mapping[str, Role]] = {}  # by base model: each slice may have its own
+        self._layout: Layout | None = None  # of a recipe's base model
+        self._trusted = False  # whether models may bring code of their own
 
-    def merge_tasks(
-        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    def prepare(self, experiment: Experiment, partial: Partial) -> None:
+        super().prepare(experiment, partial)
+        self._layout, self._trusted = experiment.layout, experiment.options.trust_remote_code
+
+    def merge_task_vectors(
+        self, role: Role, task_vectors: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
-        """The merged task vector of a tensor of this role, from the experts' ``tasks``, and its scaling factor."""
+        """The merged task vector of a tensor of this role, from the experts', and its scaling factor."""
         raise NotImplementedError
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
@@ -243,7 +240,9 @@ class DataFreeMerge(Merge):
         base = group.base
         assert base is not None, "the input contract requires a base"
         start = base.tensor.to(torch.promote_types(base.tensor.dtype, torch.float32))
-        merged, scale = self.merge_tasks(self._role(group, start), task_vectors(group, start), group, parameters)
+        merged, scale = self.merge_task_vectors(
+            self._role(group, start), task_vectors_of(group, start), group, parameters
+        )
         return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
 
     def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
@@ -251,10 +250,9 @@ class DataFreeMerge(Merge):
         base = group.base.id if isinstance(group.base.id, ModelReference) else None
         with self._lock:
             if base not in self._roles:
-                trusted = self.experiment is not None and self.experiment.options.trust_remote_code
-                self._roles[base] = model_roles(base, trusted, self.spec.name)
+                self._roles[base] = model_roles(base, self._trusted, self.spec.name)
             roles = self._roles[base]
-        name, layout = group.metadata.name or "", self.experiment.layout if self.experiment else None
+        name, layout = group.metadata.name or "", self._layout
         piece = layout.pieces.get(name) if layout else None
         endings = dotted_tails(piece.targets[0] if piece else name)
         role = next((roles[ending] for ending in endings if ending in roles), None)
@@ -273,8 +271,8 @@ class ActmatMerge(DataFreeMerge):
 
     spec = method_spec(ActmatSettings, "ACTMat", "2604.01329")
 
-    def merge_tasks(
-        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    def merge_task_vectors(
+        self, role: Role, task_vectors: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
         if group.metadata.vocabulary_axis is not None:  # too large to solve
             role = Role.OTHER
@@ -282,7 +280,7 @@ class ActmatMerge(DataFreeMerge):
         if ridge == "auto":
             adapted = has_adapters(entry.id for entry in group.non_base)
             ridge = ACTMAT_RIDGE_OF_ADAPTERS if adapted else ACTMAT_RIDGE
-        return merged_task(role, list(tasks), ridge, weights), parameters["lambda"]
+        return merged_task(role, list(task_vectors), ridge, weights), parameters["lambda"]
 
 
 class SftmMerge(DataFreeMerge):
@@ -295,11 +293,11 @@ class SftmMerge(DataFreeMerge):
 
     spec = method_spec(SftmSettings, "SFTM", "2502.10698")
 
-    def merge_tasks(
-        self, role: Role, tasks: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
+    def merge_task_vectors(
+        self, role: Role, task_vectors: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
         weights = parameters["weight"].values_for(group.non_base)
-        weighted = (task.mul_(weight) for task, weight in zip(tasks, weights, strict=True))
+        weighted = (vector.mul_(weight) for vector, weight in zip(task_vectors, weights, strict=True))
         merged = superpose_task(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
         return merged, 1.0 if role is Role.NORM else parameters["lambda"]
 
@@ -307,17 +305,17 @@ class SftmMerge(DataFreeMerge):
 # Errors and files
 
 
-def task_vectors(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
+def task_vectors_of(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
     """Each expert's task vector, its tensor minus the base model's ``start``, in ``start``'s dtype.
 
     Raises:
         SltaError: the base model or the expert has a value that is not finite.
     """
     for entry in group.non_base:
-        task = entry.tensor.to(start.dtype).sub(start)
-        if not is_finite(task, task.dtype):
+        task_vector = entry.tensor.to(start.dtype).sub(start)
+        if not is_finite(task_vector, task_vector.dtype):
             raise not_finite(group, start.dtype)
-        yield task
+        yield task_vector
 
 
 def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:

@@ -25,7 +25,7 @@ from mergekit_slta.errors import SltaError, as_note, files_named, interruptible,
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.adapters import in_recipes_type
-from mergekit_slta.models.architecture import ONE_AT_A_TIME
+from mergekit_slta.models.architecture import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
 from mergekit_slta.recipe.experiment import Experiment
@@ -98,31 +98,33 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     resumes = experiment.recipe.method.runs_models
     then = "resumes after the finished layers" if resumes else "starts over"
     with partial.held(experiment.ranks), interruptible(then):
-        merge = METHODS[experiment.recipe.config.merge_method].kind(experiment)
-        unfinished = _merged(stock, experiment, merge, folder, partial)
+        method = METHODS[experiment.recipe.config.merge_method]
+        merge = method.kind()
+        unfinished = _merged(stock, experiment, method, merge, folder, partial)
     for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)
 
 
 def _merged(
-    stock: Callable[..., None], experiment: Experiment, merge: Merge, folder: Path, partial: Partial
+    stock: Callable[..., None], experiment: Experiment, method: Method, merge: Merge, folder: Path, partial: Partial
 ) -> list[str]:
     """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
     experiment.open()
-    experiment.adapt_loaders()
-    _say_differences(experiment, folder)
+    if experiment.architecture is not None:
+        adapt_loaders(experiment.layout, experiment.recipe.base, experiment.recipe.references)
+    experiment.ranks.together(lambda: _say_differences(experiment, folder))
     if experiment.ranks.first and (aside := set_aside(experiment, folder)):
         LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
-    merge.prepare(partial)
+    merge.prepare(experiment, partial)
     if not experiment.ranks.first:
         return []
     earlier, recipe = entry_files(experiment, folder), experiment.recipe
-    with METHODS[recipe.config.merge_method].merging(merge):
+    with method.merging(experiment, merge):
         # The last part of the folder's path is the card's title.
         stock(copy.deepcopy(recipe.config), os.path.abspath(folder), experiment.options, recipe.text)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
-    for model in (experiment.base, *experiment.experts):
+    for model in experiment.checkpoints:
         model.refuse_changes()
     unfinished = _finish(experiment, merge, folder, earlier)
     partial.remove()
@@ -156,13 +158,9 @@ def _finish(experiment: Experiment, merge: Merge, folder: Path, earlier: Mapping
 
 def _say_differences(experiment: Experiment, folder: Path) -> None:
     """Say in what the merge that a folder holds differs from this one, which replaces it."""
-
-    def say() -> None:
-        earlier = manifest.read(folder) if experiment.ranks.first and not experiment.quiet else None
-        if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
-            click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
-
-    experiment.ranks.together(say)
+    earlier = manifest.read(folder) if experiment.ranks.first and not experiment.quiet else None
+    if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
+        click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
 
 
 # The words after a merge

@@ -30,9 +30,7 @@ from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, TOKENIZER_FILES
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
-    Headers,
     adapter_weights,
-    file_headers,
     listed,
     weight_files,
 )
@@ -42,11 +40,6 @@ NO_FOLDER = "{model} is a LoRA adapter: name a folder for the merged model with 
 
 
 # An adapter's files
-
-
-def adapter_headers(path: ModelPath, cache_dir: str | None = None) -> Headers:
-    """The tensors of an adapter; an adapter on the Hub is downloaded."""
-    return file_headers(adapter_weights(adapter_folder(path, cache_dir)))
 
 
 def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:

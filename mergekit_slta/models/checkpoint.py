@@ -13,13 +13,12 @@ from typing import Any
 import torch
 import transformers
 from mergekit.common import ModelReference
-from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from torch.utils._pytree import tree_map
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.adapters import merge_adapter, source_files, source_folders
-from mergekit_slta.models.fingerprint import Stamps, fingerprint_of, stamps
+from mergekit_slta.models.fingerprint import fingerprint_of, stamps
 from mergekit_slta.models.layout import Layout
 
 PAGE = 4096  # bytes
@@ -28,53 +27,33 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A model that a recipe names, its LoRA merged, read through a loader of mergekit's that no other merge has."""
+    """A model that a recipe names, its LoRA merged; mergekit downloads it and merges the LoRA when this is made.
 
-    def __init__(self, reference: ModelReference, trust_remote_code: bool = False) -> None:
+    It has a loader of its own: the one that mergekit keeps from merge to merge may still map a file that was replaced.
+    """
+
+    def __init__(
+        self,
+        reference: ModelReference,
+        config: transformers.PretrainedConfig | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        cache = LoaderCache()
         self.reference = reference
+        self.config = config or reference.config(trust_remote_code=trust_remote_code)
         self.trust_remote_code = trust_remote_code
         self.bytes_read = 0  # of tensors, in the checkpoint's own type
         self._layout: Layout | None = None
+        with reading(self, "cannot be opened", "get undamaged copies of its files"):
+            self._files = source_files(*source_folders(reference, cache.hf_cache_dir))
+            self.stamps = stamps(self._files)  # of the files that decide the tensors
+            merged = merge_adapter(reference, cache.lora_cache_dir, trust_remote_code, cache.lora_merge_dtype)
+            self._loader = merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
+        self.folder = self._loader.index.base_path  # of the files, the LoRA merged
+        self.tensor_names = self._loader.index.tensor_paths  # of the stored tensors, each with the file that holds it
 
     def __str__(self) -> str:
         return str(self.reference)
-
-    @cached_property
-    def config(self) -> transformers.PretrainedConfig:
-        return self.reference.config(trust_remote_code=self.trust_remote_code)
-
-    @cached_property
-    def _loader(self) -> LazyTensorLoader:
-        """A loader of the files as they are now.
-
-        It is not the one that mergekit keeps from merge to merge, which may still map a file that was replaced since.
-        """
-        cache = LoaderCache()
-        with reading(self, "cannot be opened", "get undamaged copies of its files"):
-            self._files = source_files(*source_folders(self.reference, cache.hf_cache_dir))
-            self._stamps = stamps(self._files)
-            merged = merge_adapter(self.reference, cache.lora_cache_dir, self.trust_remote_code, cache.lora_merge_dtype)
-            return merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
-
-    def open(self) -> None:
-        """Find the checkpoint's files; mergekit downloads them and merges the LoRA if necessary."""
-        self._loader  # noqa: B018
-
-    @property
-    def stamps(self) -> Stamps:
-        """The stamps of the files that decide the tensors, from just before the checkpoint was opened."""
-        self.open()
-        return self._stamps
-
-    @property
-    def folder(self) -> str:
-        """The local folder with the checkpoint's files, its LoRA merged."""
-        return self._loader.index.base_path
-
-    @property
-    def tensor_names(self) -> Mapping[str, str]:
-        """The names of the checkpoint's tensors, each with the file that holds it."""
-        return self._loader.index.tensor_paths
 
     @cached_property
     def dtype(self) -> str:
@@ -126,8 +105,7 @@ class Checkpoint:
 
     def refuse_changes(self) -> None:
         """Refuse, by an SltaError, files that have changed since the checkpoint was opened."""
-        opened = self.stamps
-        if stamps(self._files) != opened:
+        if stamps(self._files) != self.stamps:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
 
     def fetch(
@@ -197,7 +175,6 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """Identify the model by its content, before an adapter is merged into it."""
-        self.open()
         fingerprint = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
         self.refuse_changes()
         return fingerprint

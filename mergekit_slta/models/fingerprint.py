@@ -25,8 +25,6 @@ from mergekit_slta.models.headers import ADAPTER_CONFIG, adapter_weights, unpick
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
 
-# A tensor's name, its dtype as safetensors names it, its shape, and a sample of its bytes.
-_Entry = tuple[str, str, list[int], bytes]
 # By path, the size, the time of the last change and the inode of a file.
 Stamps = dict[str, tuple[int, int, int]]
 
@@ -38,10 +36,10 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model; None is hashed where
     statistics once had the type that it was merged in.
     """
-    content = _content_hash(entry for file in weight_map(Path(folder)) for entry in _sampled(Path(folder) / file))
+    content = _content_hash(Path(folder) / file for file in weight_map(Path(folder)))
     if adapter is None:
         return content
-    merged = [content, _content_hash(_sampled(adapter_weights(adapter))), adapter_settings(adapter), None]
+    merged = [content, _content_hash([adapter_weights(adapter)]), adapter_settings(adapter), None]
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
 
 
@@ -66,21 +64,19 @@ def stamps(files: Iterable[Path]) -> Stamps:
     return stamped
 
 
-def _content_hash(entries: Iterable[_Entry]) -> str:
-    sha256 = hashlib.sha256()
-    for name, dtype, shape, content in sorted(entries):
-        sha256.update(json.dumps([name, dtype, shape]).encode() + content)
-    return sha256.hexdigest()
-
-
-def _sampled(path: Path) -> Iterator[_Entry]:
-    """Every tensor in a file with a few bytes from evenly spread places."""
-    for name, tensor in _tensors(path):
+def _content_hash(files: Iterable[Path]) -> str:
+    """Hash the tensors in files, in the order of their names: a few bytes of each, from evenly spread places."""
+    entries = list[tuple[str, str, list[int], bytes]]()
+    for name, tensor in (entry for file in files for entry in _tensors(file)):
         content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         step = max(1, (len(content) - SAMPLED_BYTES) // (SAMPLED_SPOTS - 1))
         starts = range(0, max(1, len(content) - SAMPLED_BYTES + 1), step)
         sample = b"".join(content[start : start + SAMPLED_BYTES] for start in starts)
-        yield name, _dtype_name(tensor.dtype), list(tensor.shape), sample
+        entries.append((name, _dtype_name(tensor.dtype), list(tensor.shape), sample))
+    sha256 = hashlib.sha256()
+    for name, dtype, shape, sample in sorted(entries):
+        sha256.update(json.dumps([name, dtype, shape]).encode() + sample)
+    return sha256.hexdigest()
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -307,9 +307,9 @@ class Layout:
         They are those that the model does not have; and those of its other towers, if the other checkpoint is a
         language model saved alone.
         """
-        known = frozenset() if self.model is None else language_names(self.model)
+        language = frozenset() if self.model is None else language_names(self.model)
         targets = {name: piece.targets for name, piece in self.pieces.items()}
-        towers = {name: names for name, names in targets.items() if known and not known.issuperset(names)}
+        towers = {name: names for name, names in targets.items() if language and not language.issuperset(names)}
         alone = not any(target in other for names in towers.values() for target in names)
         return {*self.outside, *(towers if alone else ())}
 

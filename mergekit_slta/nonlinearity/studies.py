@@ -21,6 +21,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks, samples_here
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
@@ -202,10 +203,12 @@ def linearity(
     require_calibration(experiment.recipe)
     names = published_names(experiment.recipe.references)[1:]
     experiment.require_levels(chosen)
-    models, studies = [experiment.base, *experiment.experts], plan_studies(len(names), pairs, triples)
+    models, studies = experiment.checkpoints, plan_studies(len(names), pairs, triples)
     drawn = experiment.load_data(experiment.recipe.experts, whole_number("samples", samples))
     tasks = [data.token_ids for data in drawn]
-    plan = Plan(experiment.running_decoder, models, names, tasks, chosen, studies, experiment.ranks)
+    plan = Plan(
+        on_device(experiment.decoder, experiment.device), models, names, tasks, chosen, studies, experiment.ranks
+    )
     if not experiment.quiet:
         click.echo(f"Note: {plan}.", err=True)
     return plan.measure(experiment.quiet)

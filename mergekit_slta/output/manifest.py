@@ -28,7 +28,6 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import SOURCES, published_name
 from mergekit_slta.recipe.settings import Parameters, expert_parameters
 from mergekit_slta.slta.statistics import Solution
-from mergekit_slta.slta.statistics_file import versions
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # in a tensor's name: of a layer, an expert
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
@@ -105,7 +104,7 @@ def describe(
         base_model=models[0],
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
-        versions=versions() | {"commit": commit()} if whole else {},
+        versions=files.versions() | {"commit": commit()} if whole else {},
         tensors=tensor_table(folder) if folder else {},
     )
 

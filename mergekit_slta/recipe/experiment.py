@@ -24,10 +24,10 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import on_device, trace
+from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
 from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
-from mergekit_slta.models.architecture import adapt_loaders, architecture_of
+from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies, own_types
@@ -114,25 +114,18 @@ class Experiment:
         return self.checkpoint(self.recipe.base)
 
     @cached_property
-    def experts(self) -> list[Checkpoint]:
-        """The experts' weights, in the recipe's order."""
-        return [self.checkpoint(expert.reference) for expert in self.recipe.experts]
+    def checkpoints(self) -> list[Checkpoint]:
+        """The weights of the base model, then of the experts in the recipe's order."""
+        return [self.base, *(self.checkpoint(expert.reference) for expert in self.recipe.experts)]
 
     def checkpoint(self, reference: ModelReference) -> Checkpoint:
         """A model's weights."""
-        checkpoint = Checkpoint(reference, self.options.trust_remote_code)
-        checkpoint.config = self.model(reference).config
-        return checkpoint
+        return Checkpoint(reference, self.model(reference).config, self.options.trust_remote_code)
 
     @cached_property
     def decoder(self) -> Decoder:
         """The base model's decoder, without weights, traced on the CPU; an SltaError if it is no decoder-only model."""
         return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
-
-    @property
-    def running_decoder(self) -> Decoder:
-        """The same decoder, its layers to run on the experiment's device."""
-        return on_device(self.decoder, self.device)
 
     @cached_property
     def layout(self) -> Layout:
@@ -159,33 +152,20 @@ class Experiment:
         return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
 
     @cached_property
-    def _own_types(self) -> dict[str, str]:
+    def own_types(self) -> dict[str, str]:
+        """The data types of the merged tensors that the recipe's ``out_dtype`` is not for."""
         return {} if self.in_slices else own_types(self.stored)
 
-    def written_type(self, name: str) -> str | None:
-        """The data type that a merged tensor is written in; None for that in which it is merged."""
-        return self._own_types.get(name, self.recipe.config.out_dtype)
-
-    def adapt_loaders(self) -> None:
-        """Let mergekit find in each model what the architecture asks for; whoever calls it holds ``ONE_AT_A_TIME``."""
-        if self.architecture is not None:
-            adapt_loaders(self.layout, self.recipe.base, self.recipe.references)
-
     def open(self) -> None:
-        """Have mergekit download all models and merge adapters; only the first process merges adapters."""
-
-        def open_all() -> None:
-            for model in (self.base, *self.experts):
-                model.open()  # from now on changes of its files are noticed
-
-        # In any other process transformers saves no weights.
+        """Have mergekit download all models and merge adapters; from now on changes of their files are noticed."""
+        # In any other process than the first one transformers saves no weights, which merging adapters takes.
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
-            self.ranks.together(lambda: open_all() if self.ranks.first else None)
-        self.ranks.together(open_all)
+            self.ranks.together(lambda: self.checkpoints if self.ranks.first else None)
+        self.ranks.together(lambda: self.checkpoints)
 
     def check_edges(self, experts: bool) -> None:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""
-        for model in [self.base, *self.experts] if experts else [self.base]:
+        for model in self.checkpoints if experts else [self.base]:
             for name in self.decoder.edge_tensors:
                 model.read({name: name}, self.decoder.model)
 
@@ -221,12 +201,15 @@ class Experiment:
     @cached_property
     def aligned(self) -> TokenizerInfo | None:
         """What mergekit makes of the recipe's tokenizer, with each model's rows for its ids; None without one."""
-        recipe, made = self.recipe, self.recipe.config.tokenizer
+        recipe, settings = self.recipe, self.recipe.config.tokenizer
         if recipe.tokenizer_source is None:
             return None
         for reference in recipe.references:
             self.model(reference)  # a misspelt name is refused before mergekit logs it
-        names, tokens = (recipe.base, recipe.references, recipe.tokenizer_source), [*((made and made.tokens) or ())]
+        names, tokens = (
+            (recipe.base, recipe.references, recipe.tokenizer_source),
+            [*((settings and settings.tokens) or ())],
+        )
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
             # Its progress bar cannot be switched off.
             return build_tokenizer(*names, self.options.trust_remote_code, tokens)
@@ -331,7 +314,7 @@ class Experiment:
     @cached_property
     def fingerprints(self) -> list[str]:
         """Identify the base model and the experts by their content."""
-        return [model.fingerprint() for model in (self.base, *self.experts)]
+        return [model.fingerprint() for model in self.checkpoints]
 
     def identity(self, data: Sequence[CalibrationData], **more: Any) -> dict[str, Any]:
         """What decides the layers of a run: models, samples and ``more``; values that JSON can hold.
@@ -339,9 +322,8 @@ class Experiment:
         The size, time and inode of every file also differ after an edit of a few rows, which a content's sample of the
         bytes does not show. Where processes have disks of their own, the first one's count.
         """
-        models = [self.base, *self.experts]
-        adapters = [self.options.lora_merge_dtype] if any(model.reference.lora for model in models) else []
-        stamps = digest([*(sorted(model.stamps.values()) for model in models), *adapters])
+        adapters = [self.options.lora_merge_dtype] if any(one.reference.lora for one in self.checkpoints) else []
+        stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
         return {
             "models": self.fingerprints,
             "config": hashed_computation(self.base.config),

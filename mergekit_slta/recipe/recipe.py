@@ -144,14 +144,14 @@ class Recipe:
 
     @cached_property
     def base(self) -> ModelReference:
-        """The base model; an SltaError if the recipe is wrong."""
+        """The base model."""
         self.require_sound()
         assert self.config.base_model is not None
         return self.config.base_model
 
     @cached_property
     def experts(self) -> tuple[Task, ...]:
-        """The experts in the recipe's order, each with its own task; an SltaError if the recipe is wrong."""
+        """The experts in the recipe's order, each with its own task."""
         self.require_sound()
         return tuple(
             Task(reference, **_table(self.method.expert, table).model_dump(include=SOURCES))
@@ -160,7 +160,7 @@ class Recipe:
 
     @cached_property
     def keep(self) -> Task | None:
-        """The base model's task, None without one or with weight 0; an SltaError if the recipe is wrong."""
+        """The base model's task, None without one or with weight 0."""
         self.require_sound()
         of_base = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
         shared = {key: value for key, value in (self.config.parameters or {}).items() if key in SHARED_WITH_BASE}
@@ -169,22 +169,22 @@ class Recipe:
 
     @property
     def keep_weight(self) -> float:
-        """How much the base model's task counts, κ; 0 without one. An SltaError if the recipe is wrong."""
+        """How much the base model's task counts, κ; 0 without one."""
         return self.keep.weight if self.keep else 0.0
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The experts' tasks, then the base model's if it has one; an SltaError if the recipe is wrong."""
+        """The experts' tasks, then the base model's if it has one."""
         return (*self.experts, *([self.keep] if self.keep else []))
 
     @cached_property
     def settings(self) -> MethodSettings:
-        """The method's parameters for the whole merge; an SltaError if the recipe is wrong."""
+        """The method's parameters for the whole merge."""
         self.require_sound()
         return _table(self.method, self.config.parameters or {})
 
     def settings_of(self, kind: type[Kind]) -> Kind:
-        """The recipe's settings of that kind; an SltaError if the recipe is wrong, or for another method."""
+        """The recipe's settings of that kind; an SltaError if it is for another method."""
         self.method_of(kind)
         settings = self.settings
         assert isinstance(settings, kind)

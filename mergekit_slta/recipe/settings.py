@@ -186,20 +186,17 @@ SETTINGS: dict[str, type[MethodSettings]] = {
 }
 
 
-def parameter_specs(settings: type[MethodSettings]) -> tuple[ParameterSpec, ...]:
-    """A method's parameters as mergekit declares them."""
-    scopes = ((settings, ParameterScope.SHARED), (settings.expert, ParameterScope.NON_BASE))
+def parameter_specs(settings: type[MethodSettings], of_base: bool = False) -> tuple[ParameterSpec, ...]:
+    """A method's parameters as mergekit declares them; or with those of the base model's entry, which it does not read.
+
+    The latter are for methods that run the models.
+    """
+    scopes = ((settings, ParameterScope.SHARED), (KeptBase if of_base else settings.expert, ParameterScope.NON_BASE))
     return tuple(
         _spec(field.alias or name, field, scope)
         for table, scope in scopes
         for name, field in table.model_fields.items()
     )
-
-
-def base_specs(settings: type[MethodSettings]) -> tuple[ParameterSpec, ...]:
-    """The parameters that the base model may have under ``models``, which mergekit itself does not read."""
-    fields = KeptBase.model_fields if settings.runs_models else {}
-    return tuple(_spec(name, field, ParameterScope.NON_BASE) for name, field in fields.items())
 
 
 def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:

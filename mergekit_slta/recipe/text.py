@@ -27,7 +27,6 @@ from mergekit_slta.errors import SltaError, one_line, suggestion
 from mergekit_slta.recipe.settings import (
     MethodSettings,
     base_parameters,
-    base_specs,
     expert_references,
     model_inputs,
     output_slices,
@@ -39,7 +38,6 @@ from mergekit_slta.words import enumerated
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 OF_MODEL = "the parameters of "
-MOST_VALUES = 100_000  # of a recipe; a few lines of anchors can stand for billions
 # Parameters of other methods, in recipes that are changed into one for a method of ours, which needs nothing for them.
 OF_OTHERS = ("density", "epsilon", "gamma", "int8_mask", "lambda", "normalize", "rescale", "select_topk")
 
@@ -58,14 +56,12 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
         is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as ``ignored`` says
-        specs = {spec.name: spec for spec in (*parameter_specs(settings), *(base_specs(settings) if is_base else ()))}
+        specs = {spec.name: spec for spec in parameter_specs(settings, is_base)}
         for fault in _parameters(table, model is not None, specs, settings):
             places[fault].append(where)
     for (name, rest), (first, *others) in places.items():
         yield f"{name} in {enumerated([first, *(other.removeprefix(OF_MODEL) for other in others)])}{rest}"
-    yield from _data_types(config)
-    yield from _tokenizer(config)
-    yield from _chat_template(config)
+    yield from _of_mergekit(config)
 
 
 def rename(config: MergeConfiguration) -> None:
@@ -87,30 +83,7 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML, but refuses what its base class takes: keys given twice, anchors without end, and NUL in a text."""
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        if "\0" in node.value:
-            raise yaml.MarkedYAMLError(problem="the character NUL, which no name has", problem_mark=node.start_mark)
-        return super().construct_scalar(node)
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        try:
-            size = self._size(node, {})
-        except RecursionError:
-            size = MOST_VALUES + 1
-        if size > MOST_VALUES:
-            problem = f"its anchors stand for more than {MOST_VALUES:,} values"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return super().construct_document(node)
-
-    def _size(self, node: yaml.Node, sizes: dict[int, int]) -> int:
-        """How many values a node stands for, with each anchor's content counted wherever it is named."""
-        if id(node) not in sizes:
-            parts = node.value if isinstance(node, yaml.CollectionNode) else []
-            parts = [part for entry in parts for part in (entry if isinstance(entry, tuple) else [entry])]
-            sizes[id(node)] = 1 + sum(self._size(part, sizes) for part in parts)
-        return sizes[id(node)]
+    """Reads YAML, but refuses keys that are given twice, of which its base class takes the last."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -154,14 +127,10 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
             yield f"{model} is listed {listed.count(model)} times: list it once, with all its prompts in one file."
     models = list(dict.fromkeys(filter(None, (config.base_model, *(entry.model for entry in model_inputs(config))))))
     for model, other in itertools.combinations(models, 2):
-        if _same_folder(model, other):
+        paths = model.model.path, other.model.path
+        if model.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths):
             which = "the base model" if model == config.base_model else "the model"
             yield f"{other} is {which} {model}: spell it the same way, or leave it out."
-
-
-def _same_folder(one: ModelReference, other: ModelReference) -> bool:
-    paths = one.model.path, other.model.path
-    return one.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths)
 
 
 def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Iterator[str]:
@@ -233,30 +202,22 @@ def _values(setting: Any) -> Iterator[Any]:
         yield setting
 
 
-def _tokenizer(config: MergeConfiguration) -> Iterator[str]:
-    """A tokenizer of a model with an adapter, of which mergekit looks at the model alone."""
+def _of_mergekit(config: MergeConfiguration) -> Iterator[str]:
+    """Settings that mergekit takes otherwise than they are meant, or refuses after it has merged."""
+    for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
+        if name is not None and name not in FLOATS:  # mergekit writes the name into config.json as it is
+            yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
     source = tokenizer_source(config)
     if isinstance(source, ModelReference) and source.lora:
         yield (
             f"mergekit takes from {source} the tokenizer of {source.model}: write {source.lora} as the source for the "
             f"adapter's tokenizer, or {source.model}."
         )
-
-
-def _chat_template(config: MergeConfiguration) -> Iterator[str]:
-    """A chat template that mergekit does not know, which it would say only after the merge, without a tokenizer."""
     template = config.chat_template or "auto"
     files = (Path(file.name) for file in importlib.resources.files(chat_templates).iterdir())
     known = ["auto", *sorted(file.stem for file in files if file.suffix == ".jinja")]
     if template not in known and not (len(template) >= SHORTEST_TEMPLATE and "{" in template):
         yield f"mergekit does not know 'chat_template: {template}': write {', '.join(known)}, or a template in Jinja."
-
-
-def _data_types(config: MergeConfiguration) -> Iterator[str]:
-    """Data types that mergekit does not know, which it would say only in the middle of the merge."""
-    for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
-        if name is not None and name not in FLOATS:  # mergekit writes the name into config.json as it is
-            yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
 
 
 def _keys(content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterator[str]:
@@ -266,7 +227,7 @@ def _keys(content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterato
     for output in content.get("slices") or ():
         tables.append(("a slice", output, OutputSliceDefinition))
         tables += [(f"the entry of {entry['model']}", entry, InputSliceDefinition) for entry in output["sources"]]
-    parameters = {spec.name: spec for spec in (*base_specs(settings), *parameter_specs(settings))}
+    parameters = {spec.name: spec for spec in parameter_specs(settings, settings.runs_models)}
     for where, table, model in tables:
         for key in [key for key in map(str, table) if key not in model.model_fields]:
             if key in parameters:

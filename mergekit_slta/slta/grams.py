@@ -200,12 +200,12 @@ class LayerFeatures:
             for m in self.maps
             if m.expert == 0 and m.module in base.inputs
         }
-        for linear_map, known in self.maps.items():
-            given = list(self._inputs(linear_map, base, routed, lengths))
-            grams = torch.zeros(len(given), len(runs), len(runs), dtype=torch.float64)
-            if any(map(len, given)):
-                of_map = known or MapDeltas(linear_map, self.weights)
-                grams = torch.stack([of_map.gram(inputs) for inputs in given])
+        for linear_map, deltas_of_map in self.maps.items():
+            inputs = list(self._inputs(linear_map, base, routed, lengths))
+            grams = torch.zeros(len(inputs), len(runs), len(runs), dtype=torch.float64)
+            if any(map(len, inputs)):
+                of_map = deltas_of_map or MapDeltas(linear_map, self.weights)
+                grams = torch.stack([of_map.gram(of_sample) for of_sample in inputs])
             yield submodule_name(self.layer, linear_map.name), grams
 
     def _head_modules(self) -> set[str]:
@@ -232,9 +232,9 @@ class LayerFeatures:
         positions = torch.arange(len(values), device=values.device)
         width = len(values) // len(lengths)
         if linear_map.expert is not None:
-            given = routed[linear_map.module]
-            reaching = (given.routes == linear_map.expert).any(-1)
-            values, positions, width = given.values[reaching], given.tokens[reaching], max(lengths)
+            tokens = routed[linear_map.module]
+            reaching = (tokens.routes == linear_map.expert).any(-1)
+            values, positions, width = tokens.values[reaching], tokens.tokens[reaching], max(lengths)
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
         rows = max(1, width // max(lengths))  # a token may have several hidden states
@@ -260,7 +260,8 @@ def logit_grams(
     for row, states in streams.final():
         for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
             base, *others = (
-                logits(decoder, hidden[None].to(decoder.device), own) for hidden, own in zip(part, edges(), strict=True)
+                logits(decoder, hidden[None].to(decoder.device), edge)
+                for hidden, edge in zip(part, edges(), strict=True)
             )
             grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
     return grams

@@ -13,11 +13,13 @@ from typing import Any, Unpack
 import click
 import torch
 
+from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData, source_name
 from mergekit_slta.engine.loop import layer_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -31,7 +33,6 @@ from mergekit_slta.slta.statistics_file import (
     Fingerprint,
     Info,
     resolve_statistics,
-    versions,
 )
 from mergekit_slta.slta.submodules import fallbacks
 
@@ -76,9 +77,14 @@ def statistics_of(
 ) -> Statistics:
     """The statistics of an opened recipe: of the file if it is there, else measured, and written to the file.
 
+    By default at the recipe's level; several are in the order of ``LEVELS``.
     ``partial`` is a merge's folder of finished layers, which this process holds; by default one beside the file.
     """
-    levels, ranks, recipe = _levels(experiment, levels), experiment.ranks, experiment.recipe
+    ranks, recipe = experiment.ranks, experiment.recipe
+    default = getattr(experiment.settings, "level", SltaSettings().level)
+    named = [levels] if isinstance(levels, str) else levels or [default]
+    experiment.require_levels(named)
+    levels = [level for level in LEVELS if level in named]
     source = os.fspath(path or "") or getattr(recipe.settings, "statistics", "")
     file = resolve_statistics(source, experiment.options.transformers_cache) if source else None
     beside = Partial(file.with_name(file.name + ".partial")) if file and not partial else None
@@ -110,15 +116,6 @@ def statistics_of(
     return statistics
 
 
-def _levels(experiment: Experiment, levels: str | Sequence[str] | None) -> list[str]:
-    """The levels to measure, by default the recipe's, in the order of ``LEVELS``."""
-    settings = experiment.settings
-    level = settings.level if isinstance(settings, SltaSettings) else SltaSettings().level
-    named = [levels] if isinstance(levels, str) else levels or [level]
-    experiment.require_levels(named)
-    return [level for level in LEVELS if level in named]
-
-
 def solve_arguments(recipe: Recipe) -> dict[str, Any]:
     """The arguments of ``Statistics.solve`` for the merge that a recipe for ``slta`` describes."""
     settings = recipe.settings_of(SltaSettings)
@@ -129,9 +126,9 @@ def _run_models(
     experiment: Experiment, info: Info, data: Sequence[CalibrationData], partial: Partial | None
 ) -> Statistics:
     """Run the models on the samples; the layers that are finished in the folder are not measured again."""
-    ranks, decoder = experiment.ranks, experiment.running_decoder
+    ranks, decoder = experiment.ranks, on_device(experiment.decoder, experiment.device)
     tasks = [samples.token_ids for samples in data]
-    models, prompts = [experiment.base, *experiment.experts], samples_here(decoder, tasks, ranks)
+    models, prompts = experiment.checkpoints, samples_here(decoder, tasks, ranks)
     doing = f"Calibrating {', '.join(info.levels)}"
     with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
         grams = calibrate(decoder, models, tasks, info.levels, partial=partial, ranks=ranks, progress=progress)
@@ -161,24 +158,19 @@ def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: S
         models=tuple(names[1:]),
         calibration=tuple(calibration[: len(recipe.experts)]),
         keep=calibration[-1] if recipe.keep else None,
-        samples=_most_samples(recipe),
+        samples=max(expert.samples for expert in recipe.experts),  # the hashes of the tokens tell the rest
         max_tokens=experiment.settings.max_tokens,
         seed=experiment.settings.seed,
         inputs="base",
         architecture=(config.architectures or [""])[0],
         num_layers=len(experiment.decoder),
         dtype=experiment.base.dtype,
-        versions=versions(),
+        versions=files.versions(),
         fingerprint=Fingerprint(
             base=BaseContent(tensors=base, config=hashed_computation(config)), experts=tuple(experts)
         ),
         fallbacks=tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level)),
     )
-
-
-def _most_samples(recipe: Recipe) -> int:
-    """The most prompts of an expert's task, as the file tells them; the hashes of the tokens tell the rest."""
-    return max(expert.samples for expert in recipe.experts)
 
 
 # A file that exists
@@ -238,7 +230,7 @@ def _misfits(
     recipe, (base, *_) = experiment.recipe, experiment.fingerprints
     measured, config = info.fingerprint.base, hashed_computation(experiment.base.config)
     # Another version of transformers may add or drop entries.
-    same_version = info.versions.get("transformers") == versions()["transformers"]
+    same_version = info.versions.get("transformers") == files.versions()["transformers"]
     entries = measured.config.keys() | config.keys() if same_version else measured.config.keys() & config.keys()
     changed = sorted(entry for entry in entries if measured.config.get(entry) != config.get(entry))
     if measured.tensors != base:
@@ -268,7 +260,8 @@ def _misfits(
         for task, measured, samples in zip(recipe.tasks, calibration, data, strict=False)
         if measured is not None and samples.sha256 != measured.sha256
     ]
-    settings = {"samples": _most_samples(recipe)} | recipe.settings.model_dump(include={"max_tokens", "seed"})
+    most = max(expert.samples for expert in recipe.experts)
+    settings = {"samples": most} | recipe.settings.model_dump(include={"max_tokens", "seed"})
     # Other settings draw other samples, so the data can be compared only if the settings are equal.
     yield from [
         f"The recipe has {name} {value}, but {path} was measured with {getattr(info, name)}: set this value, or "

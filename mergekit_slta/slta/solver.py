@@ -37,7 +37,7 @@ class SubmoduleSolution:
     """Merging weights of one submodule and what they are worth."""
 
     alpha: torch.Tensor  # [T] float64, the merging weights
-    # [T] float64, the share of each expert's feature change that the merge keeps on that expert's own task,
+    # [T] float64, the share of each expert's feature change that the merge retains on that expert's task,
     # 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
     retained: torch.Tensor
     share: torch.Tensor  # [T] float64, ``own_share``
@@ -79,10 +79,10 @@ def solve(
     """
     means = task_means(grams, task, balance)
     changes = base_changes(grams, task, tokens)
-    matrix, right = equations(means, changes, balance, ridge, task_weights, keep_weight)
+    matrix, right, measured = equations(means, changes, balance, ridge, task_weights, keep_weight)
     solved, eigenvalues = solve_semidefinite(matrix, right)
     used = eigenvalues[eigenvalues > 0]
-    measured = _measured(means, task_weights) if alpha is None else torch.ones_like(alpha, dtype=torch.bool)
+    measured = measured if alpha is None else torch.ones_like(measured)
     alpha = solved if alpha is None else alpha
     whole = float(changes.diagonal().mean())
     return SubmoduleSolution(
@@ -150,36 +150,25 @@ def equations(
     ridge: float = 0.0,
     task_weights: Sequence[float] | None = None,
     keep_weight: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [..., T, T] with its ridge, and b [..., T] (Eq. 13), from ``task_means`` and ``base_changes``."""
-    weights = _weights(means, task_weights)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A [..., T, T] with its ridge, b [..., T] (Eq. 13), and which experts change anything on a task that counts.
+
+    From ``task_means`` and ``base_changes``, of which the experts that change nothing there are left out.
+    """
+    weights = means.new_tensor([1.0] * means.shape[-1] if task_weights is None else task_weights)
+    measured = torch.einsum("a,...abb->...b", weights, means) != 0
     matrix = torch.einsum("a,...abc->...bc", weights, means)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     diagonal += ridge * diagonal.mean(-1, keepdim=True)
     if keep_weight:
         scale = 1.0 if balance else means.diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
-        measured = _measured(means, task_weights)  # an expert that changes nothing on the experts' tasks is left out
         matrix = matrix + keep_weight * scale * changes * (measured[..., :, None] & measured[..., None, :])
-    return matrix, _agreement(means) @ weights
-
-
-def _weights(means: torch.Tensor, task_weights: Sequence[float] | None) -> torch.Tensor:
-    return means.new_tensor([1.0] * means.shape[-1] if task_weights is None else task_weights)
-
-
-def _measured(means: torch.Tensor, task_weights: Sequence[float] | None) -> torch.Tensor:
-    """Which experts [..., T] change the submodule on a task that counts."""
-    return torch.einsum("a,...abb->...b", _weights(means, task_weights), means) != 0
-
-
-def _agreement(means: torch.Tensor) -> torch.Tensor:
-    """[..., T, T], whose column a is B_a[:, a]: how each expert's change agrees with expert a's on task a."""
-    return means.diagonal(dim1=-3, dim2=-1)
+    return matrix, means.diagonal(dim1=-3, dim2=-1) @ weights, measured  # column a of the diagonal is B_a[:, a]
 
 
 def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Share of each expert's feature change that is kept, 1 - J_a(alpha) / J_a(0), [..., T]; NaN where J_a(0) is 0."""
-    agreement = _agreement(means)
+    """The share of an expert's feature change that stays, 1 - J_a(alpha) / J_a(0), [..., T]; NaN where J_a(0) is 0."""
+    agreement = means.diagonal(dim1=-3, dim2=-1)  # [..., T, T], whose column a is B_a[:, a]
     power = agreement.diagonal(dim1=-2, dim2=-1)
     cross = torch.einsum("...b,...ba->...a", alpha, agreement)
     square = torch.einsum("...b,...abc,...c->...a", alpha, means, alpha)
@@ -225,7 +214,8 @@ def bootstrap(
         grams, task, tokens = grams[rows], task[rows], None
     counts = bootstrap_counts(task, repeats, seed)
     means, changes = task_means(grams, task, balance, counts), base_changes(grams, task, tokens, counts)
-    alpha, _ = solve_semidefinite(*equations(means, changes, balance, **settings))
+    matrix, right, _ = equations(means, changes, balance, **settings)
+    alpha, _ = solve_semidefinite(matrix, right)
     return alpha if int(task.bincount().min()) > 1 else torch.full_like(alpha, torch.nan)
 
 

@@ -187,10 +187,10 @@ class Statistics(Paragraphs):
             )
         weights = self._task_weights(task_weights) if task_weights is not None else None
         used = self if samples is None else self.first_samples(samples)
-        given: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights, "keep_weight": kappa}
+        arguments: dict[str, Any] = {"balance": balance, "ridge": ridge, "task_weights": weights, "keep_weight": kappa}
         names = used.submodules(level)
-        solved = {name: solve(used.grams[name], used.task, tokens=used.tokens, **given) for name in names}
-        return Solution(used, level, solved, **given)
+        solved = {name: solve(used.grams[name], used.task, tokens=used.tokens, **arguments) for name in names}
+        return Solution(used, level, solved, **arguments)
 
     def solution(
         self,
@@ -303,7 +303,7 @@ class Solution(Paragraphs):
 
     @cached_property
     def retained(self) -> Mapping[str, torch.Tensor]:
-        """The share of each expert's feature change that the merge keeps on that expert's own samples, [T] float64.
+        """The share of each expert's feature change that the merge retains on that expert's own samples, [T] float64.
 
         It is at most 1, may be negative, and is NaN where the expert changes nothing.
         """
@@ -311,7 +311,7 @@ class Solution(Paragraphs):
 
     @cached_property
     def retained_overall(self) -> torch.Tensor:
-        """The share of each expert's feature change that the merge keeps in all submodules together, [T] float64.
+        """The share of each expert's feature change that the merge retains in all submodules together, [T] float64.
 
         A submodule counts the more, the more the feature change in it is the expert's own. NaN for an expert that
         changes nothing.
@@ -524,7 +524,7 @@ class Solution(Paragraphs):
 
     def _origin(self) -> list[str]:
         """Where the weights of a plain recipe come from, for its header."""
-        info, task = self.statistics.info, self.statistics.task
+        info, prompts = self.statistics.info, self.statistics.task.bincount().tolist()
         solved = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
         if self.task_weights:
             solved += f", task weights {':'.join(map(str, self.task_weights))}"
@@ -532,20 +532,15 @@ class Solution(Paragraphs):
             f"The merging weights were given, for level {self.level}."
             if self.given
             else f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.",
-            f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}.",
-            f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
+            f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}; base model {info.base_model}.",
         ]
-        for index, (name, share) in enumerate(zip(info.models, self.retained_overall.tolist(), strict=True)):
-            result = f"the merge keeps {as_score(share)} of its feature change"
-            result = "it changes nothing" if math.isnan(share) else result
+        lines += [
+            f"Expert {name}: the merge keeps {as_score(share)} of its feature change, on {count} prompts."
+            for name, share, count in zip(info.models, self.retained_overall.tolist(), prompts, strict=False)
+        ]
+        if self.keeps_base:
             lines.append(
-                f"Expert {name}: {result}; fingerprint {info.fingerprint.experts[index]}; "
-                f"{int((task == index).sum())} prompts, sha256 of all measured {info.calibration[index].sha256}."
-            )
-        if info.keep is not None:
-            lines.append(
-                f"The merge keeps {as_score(self.kept_base_overall)} of the base model on "
-                f"{int((task == len(info.models)).sum())} prompts of its own, with weight {self.keep_weight:g}; "
-                f"sha256 of all measured {info.keep.sha256}."
+                f"The merge keeps {as_score(self.kept_base_overall)} of the base model on {prompts[-1]} prompts of its "
+                f"own, with weight {self.keep_weight:g}."
             )
         return lines

@@ -6,7 +6,6 @@ metadata entry, ``mergekit_slta``, that describes the models and the data. Rows 
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from safetensors.torch import save as serialize
 
-from mergekit_slta import __version__, files
+from mergekit_slta import files
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import STATISTICS_OF_MERGE
 from mergekit_slta.levels import LEVELS, Fallback, of_level, place_of, sort_key
@@ -172,9 +171,3 @@ def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
         return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision, cache_dir=cache_dir))
     except hub.HUB_ERRORS as error:
         raise hub.refused(f"The statistics file {source} cannot be downloaded: ", error) from error
-
-
-def versions() -> dict[str, str]:
-    """The versions of the libraries that a measurement depends on."""
-    installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
-    return {"mergekit-slta": __version__, **installed}

@@ -31,8 +31,8 @@ from mergekit_slta import check, evaluate, verify
 from mergekit_slta.checks.models import one_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models import headers
-from mergekit_slta.models.adapters import adapter_headers, merge_adapter
-from mergekit_slta.models.headers import TensorHeader
+from mergekit_slta.models.adapters import adapter_folder, merge_adapter
+from mergekit_slta.models.headers import TensorHeader, adapter_weights, file_headers
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -47,12 +47,12 @@ def test_adapters_on_the_hub(tmp_path: Path) -> None:
     (organization / "whole" / "training.bin").write_text("large")
     with serve(tmp_path / "hub", tmp_path / "cache") as hub:
         whole, empty, none = (ModelPath(path=f"org/{name}") for name in ("whole", "empty", "none"))
-        assert adapter_headers(whole) == {"x": TensorHeader((2, 3), 24)}
+        assert file_headers(adapter_weights(adapter_folder(whole))) == {"x": TensorHeader((2, 3), 24)}
         assert set(hub.fetched) == {"adapter_config.json", "adapter_model.safetensors"}
         with pytest.raises(SltaError, match="is not a LoRA adapter: it lacks adapter_model.safetensors"):
-            adapter_headers(empty)
+            adapter_weights(adapter_folder(empty))
         with pytest.raises(SltaError, match="org/none cannot be used: .*there is no such repository"):
-            adapter_headers(none)
+            adapter_folder(none)
 
 
 def with_dates_of(folder: Path, change: Callable[[], object]) -> None:

@@ -87,7 +87,6 @@ def test_a_models_own_code_has_a_stamp(llama: Family, tmp_path: Path) -> None:
     code = folder / "modeling_own.py"
     code.write_text("scale = 1\n")
     before, model = checkpoint(folder).stamps, checkpoint(folder)
-    model.open()
     code.write_text("scale = 20\n")
     assert checkpoint(folder).stamps != before
     with pytest.raises(SltaError, match="have changed while they were read"):
