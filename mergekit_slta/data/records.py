@@ -70,7 +70,7 @@ class Text(NamedTuple):
     answer: Span | None = None
     left_out: tuple[str, ...] = ()  # what the chat template does not write of the record, as in "the reasoning"
     unread: tuple[str, ...] = ()  # the fields of the record that hold something for the model and are not read
-    said: str = ""  # what the turns of a conversation hold, as JSON
+    conversation: str = ""  # its turns as JSON, where the record is one
 
 
 def record_text(record: Record, template: str, *, where: object, render_chat: Callable[..., str]) -> Text:
@@ -249,8 +249,8 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     render = partial(render_chat, **named, **({"tools": tools} if tools else {}))
     change, text, left_out = _written(turns, tools, render, where)
     answer = _last_turn_in(turns, text, lambda marked: render(change(marked)))
-    said = json.dumps(turns, ensure_ascii=False, default=str)
-    return Text(text, True, answer, tuple(left_out), unread(record), said)
+    as_json = json.dumps(turns, ensure_ascii=False, default=str)
+    return Text(text, True, answer, tuple(left_out), unread(record), as_json)
 
 
 def with_system(turns: Turns, record: Record) -> Turns:

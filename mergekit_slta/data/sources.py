@@ -186,7 +186,7 @@ class CalibrationSource:
                 f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
                 "in the field 'text'."
             )
-        yield from self.control_tokens([sample.text.said for sample in drawn])
+        yield from self.control_tokens([sample.text.conversation for sample in drawn])
         chats = [sample.text.text for sample in drawn if sample.text.is_chat]
         split = {marker for text in chats for marker in self._split_markers if marker in text}
         if split:

@@ -123,8 +123,8 @@ class Method(GroupMergeMethod):
                 "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
             )
         merged = merge.tensor(group, **parameters)
-        written = experiment and experiment.own_types.get(group.metadata.name or "", experiment.recipe.config.out_dtype)
-        dtype = dtype_from_name(written) or merged.dtype
+        name, out_dtype = group.metadata.name or "", experiment and experiment.recipe.config.out_dtype
+        dtype = dtype_from_name(experiment and experiment.exempt_types.get(name, out_dtype)) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         return merged

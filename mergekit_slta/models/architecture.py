@@ -26,7 +26,7 @@ from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
-from mergekit_slta.models.headers import Headers, Model, own_types
+from mergekit_slta.models.headers import Headers, Model, exempt_types
 from mergekit_slta.models.layout import Layout, model_tensor_name
 
 # mergekit keeps one loader of each model for the whole process: a merge holds this lock.
@@ -58,7 +58,7 @@ class StoredModule(ModuleArchitecture):
 
 def architecture_of(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> ModelArchitecture:
     """The architecture that has mergekit merge every tensor of the base model's checkpoint."""
-    axes, types = vocabulary_axes(base, headers, config), own_types(headers)
+    axes, types = vocabulary_axes(base, headers, config), exempt_types(headers)
 
     def weight(name: str) -> WeightInfo:
         return WeightInfo(name=name, vocabulary_axis=axes.get(name), force_dtype=types.get(name))

@@ -59,7 +59,7 @@ class TensorHeader:
 Headers = Mapping[str, TensorHeader]
 
 
-def own_types(tensors: Headers) -> dict[str, str]:
+def exempt_types(tensors: Headers) -> dict[str, str]:
     """The types of those tensors of a base model that a recipe's type is not for: they stay as they are.
 
     They hold integers, or are stored wider than most: in bfloat16, a router's bias would have few values left.

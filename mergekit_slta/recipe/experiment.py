@@ -30,7 +30,7 @@ from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies, own_types
+from mergekit_slta.models.headers import Headers, Model, exempt_types, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain_values
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -152,9 +152,9 @@ class Experiment:
         return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
 
     @cached_property
-    def own_types(self) -> dict[str, str]:
+    def exempt_types(self) -> dict[str, str]:
         """The data types of the merged tensors that the recipe's ``out_dtype`` is not for."""
-        return {} if self.in_slices else own_types(self.stored)
+        return {} if self.in_slices else exempt_types(self.stored)
 
     def open(self) -> None:
         """Have mergekit download all models and merge adapters; from now on changes of their files are noticed."""

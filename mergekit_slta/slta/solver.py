@@ -40,7 +40,7 @@ class SubmoduleSolution:
     # [T] float64, the share of each expert's feature change that the merge retains on that expert's task,
     # 1 - J_a(alpha) / J_a(0); NaN where the expert changes nothing. It may be negative.
     retained: torch.Tensor
-    share: torch.Tensor  # [T] float64, ``own_share``
+    share: torch.Tensor  # [T] float64, ``expert_share``
     condition: float  # of A, scaled to a unit diagonal, over the eigenvalues that are not cut; NaN where A is zero
     rank: int  # the number of these eigenvalues; below T the solution is the minimum-norm one
     # [T] bool, whether an expert changes the submodule's features on any sample of the experts' tasks that counts. If
@@ -88,7 +88,7 @@ def solve(
     return SubmoduleSolution(
         alpha=alpha,
         retained=retained_share(means, alpha),
-        share=own_share(means),
+        share=expert_share(means),
         condition=float(used.max() / used.min()) if used.numel() else float("nan"),
         rank=used.numel(),
         measured=measured,
@@ -175,7 +175,7 @@ def retained_share(means: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.where(power > 0, (2 * cross - square) / power, torch.nan)
 
 
-def own_share(means: torch.Tensor) -> torch.Tensor:
+def expert_share(means: torch.Tensor) -> torch.Tensor:
     """B_a[a, a] divided by the mean of B_a's diagonal, [T]. A submodule's scale cancels, with balance or without.
 
     It is 1 if all experts change the features on task a's data equally, T if only task a's own expert does.
