@@ -78,14 +78,14 @@ def of_all_ranks(measured: Grams, ranks: Ranks, base: object, models: Sequence[o
 class MapDeltas:
     """A map's change from the base model to each expert, and the Gram matrices of its output's change.
 
-    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. ``weights`` are the layer's tensors of the
+    The output changes by exactly x (W_t - W_0)^T, so no expert has to run. ``tensors`` are the layer's tensors of the
     base model, then of each of the ``T`` experts.
     """
 
-    def __init__(self, linear_map: LinearMap, weights: Sequence[Weights]) -> None:
-        base, offset = linear_map.matrix(weights[0]), linear_map.offset(weights[0])
-        self.matrices = [linear_map.matrix(expert) - base for expert in weights[1:]]
-        offsets = [linear_map.offset(expert) for expert in weights[1:]]
+    def __init__(self, linear_map: LinearMap, tensors: Sequence[Weights]) -> None:
+        base, offset = linear_map.matrix(tensors[0]), linear_map.offset(tensors[0])
+        self.matrices = [linear_map.matrix(expert) - base for expert in tensors[1:]]
+        offsets = [linear_map.offset(expert) for expert in tensors[1:]]
         self.biases = [None if offset is None or other is None else other - offset for other in offsets]
 
     def gram(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -96,9 +96,9 @@ class MapDeltas:
 
 @dataclass(frozen=True)
 class ExpertRun:
-    """Runs of a layer with other weights than the base model's, on the base model's inputs."""
+    """Runs of a layer with other tensors than the base model's, on the base model's inputs."""
 
-    weights: Weights  # those of the layer's tensors that are needed to tell the heads' features apart
+    tensors: Weights  # those of the layer's tensors that are needed to tell the heads' features apart
     # By ``WHOLE`` the run of the whole layer, where its output is wanted; by branch the run in which all other branches
     # return what they return in the base model.
     runs: Mapping[str, LayerRun]
@@ -109,19 +109,19 @@ class LayerFeatures:
 
     At ``attn_mlp``, for each branch: ``run`` the expert's branch while the other one returns what it returns in the
     base model, subtract the base model's features (``deltas``), and take inner products prompt by prompt (``grams``).
-    ``weights`` are the layer's tensors of the base model, then of each of the ``T`` experts.
+    ``tensors`` are the layer's tensors of the base model, then of each of the ``T`` experts.
     """
 
-    def __init__(self, decoder: Decoder, layer: int, weights: Sequence[Weights], levels: Sequence[str]) -> None:
+    def __init__(self, decoder: Decoder, layer: int, tensors: Sequence[Weights], levels: Sequence[str]) -> None:
         self.decoder = decoder
         self.layer = layer
-        self.weights = weights
+        self.tensors = tensors
         names = {name for level in levels for name in submodules(decoder, level, layer)}
         parts = Parts.of(names)
         self.whole = submodule_name(layer) in names
         self.structure = decoder.structures[layer]
-        of_layer = [name for name in weights[0] if "." not in name]  # such as a constant that all is multiplied by
-        if any(not torch.equal(expert[name], weights[0][name]) for name in of_layer for expert in weights[1:]):
+        of_layer = [name for name in tensors[0] if "." not in name]  # such as a constant that all is multiplied by
+        if any(not torch.equal(expert[name], tensors[0][name]) for name in of_layer for expert in tensors[1:]):
             self.structure = replace(self.structure, summands=None)
         heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
@@ -131,17 +131,17 @@ class LayerFeatures:
         self.maps: dict[LinearMap, MapDeltas | None] = {}
         for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
             routed = linear_map.expert is not None  # there may be too many of these to keep
-            self.maps[linear_map] = None if routed else MapDeltas(linear_map, weights)
+            self.maps[linear_map] = None if routed else MapDeltas(linear_map, tensors)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what linear maps, others too, and heads get."""
         capture = {linear_map.module for linear_map in (*self.maps, *others)} | self._head_modules()
-        return self.decoder.run(self.layer, self.weights[0], hidden, call, capture=capture)
+        return self.decoder.run(self.layer, self.tensors[0], hidden, call, capture=capture)
 
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
         """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
-        base, *experts = self.weights
+        base, *experts = self.tensors
         return [
             frozenset(name.partition(".")[0] for name, tensor in expert.items() if not torch.equal(tensor, base[name]))
             for expert in experts
@@ -149,16 +149,16 @@ class LayerFeatures:
 
     def run(
         self,
-        weights: Weights,
+        tensors: Weights,
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
         *,
         changed: frozenset[str] | None = None,
     ) -> ExpertRun:
-        """Run the layer with other weights on the base model's input, and its branches each on theirs.
+        """Run the layer with other tensors on the base model's input, and its branches each on theirs.
 
-        ``changed`` are the children whose weights differ from the base model's; by default any may. A run without one
+        ``changed`` are the children whose tensors differ from the base model's; by default any may. A run without one
         of them would repeat the base model's, which stands for it.
         """
         capture = self._head_modules()
@@ -166,14 +166,14 @@ class LayerFeatures:
         if self.whole and changed is not None and not changed:
             runs[WHOLE] = base
         elif self.whole:
-            runs[WHOLE] = self.decoder.run(self.layer, weights, hidden, call, capture=capture)
+            runs[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, capture=capture)
         for branch in self.branches_to_run:
             if changed is not None and not self.structure.branches[branch] & changed:
                 runs[branch] = base
                 continue
             replay = self.structure.others_of(branch, base)
-            runs[branch] = self.decoder.run(self.layer, weights, hidden, call, replay=replay, capture=capture)
-        return ExpertRun({self.heads.output.weight: weights[self.heads.output.weight]} if self.heads else {}, runs)
+            runs[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, capture=capture)
+        return ExpertRun({self.heads.output.weight: tensors[self.heads.output.weight]} if self.heads else {}, runs)
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
@@ -183,20 +183,20 @@ class LayerFeatures:
             deltas = [self.structure.change(branch, run.runs[branch], base) for run in runs]
             yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
-            features = self._head_features(head, base, self.weights[0])
-            deltas = [self._head_features(head, run.runs["attn"], run.weights) - features for run in runs]
+            features = self._head_features(head, base, self.tensors[0])
+            deltas = [self._head_features(head, run.runs["attn"], run.tensors) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
     def grams(
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Each submodule's name and its Gram matrices [B, T, T] float64, given the base model's run on a batch."""
-        pairs = zip(self.weights[1:], self.changed_children, strict=True)
-        runs = [self.run(weights, base, hidden, call, changed=changed) for weights, changed in pairs]
+        pairs = zip(self.tensors[1:], self.changed_children, strict=True)
+        runs = [self.run(tensors, base, hidden, call, changed=changed) for tensors, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
         routed = {
-            m.module: routed_inputs(base.inputs[m.module], len(self.weights[0][m.weight]))
+            m.module: routed_inputs(base.inputs[m.module], len(self.tensors[0][m.weight]))
             for m in self.maps
             if m.expert == 0 and m.module in base.inputs
         }
@@ -204,19 +204,19 @@ class LayerFeatures:
             inputs = list(self._inputs(linear_map, base, routed, lengths))
             grams = torch.zeros(len(inputs), len(runs), len(runs), dtype=torch.float64)
             if any(map(len, inputs)):
-                of_map = deltas_of_map or MapDeltas(linear_map, self.weights)
+                of_map = deltas_of_map or MapDeltas(linear_map, self.tensors)
                 grams = torch.stack([of_map.gram(of_sample) for of_sample in inputs])
             yield submodule_name(self.layer, linear_map.name), grams
 
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()
 
-    def _head_features(self, head: int, run: LayerRun, weights: Weights) -> torch.Tensor:
+    def _head_features(self, head: int, run: LayerRun, tensors: Weights) -> torch.Tensor:
         """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""
         assert self.heads is not None
         output = self.heads.output
         part = run.inputs[output.module][0].unflatten(-1, (self.heads.count, -1))[..., head, :]
-        columns = output.matrix(weights).unflatten(-1, (self.heads.count, -1))[:, head, :]
+        columns = output.matrix(tensors).unflatten(-1, (self.heads.count, -1))[:, head, :]
         return part @ columns.T
 
     def _inputs(
@@ -224,7 +224,7 @@ class LayerFeatures:
     ) -> Iterator[torch.Tensor]:
         """Each sample's inputs [S, D] to a map in the base model, of the tokens that reach it, without padding."""
         if linear_map.module not in base.inputs:  # the layer never calls it, or no token reaches it
-            width = linear_map.matrix(self.weights[0]).shape[-1]
+            width = linear_map.matrix(self.tensors[0]).shape[-1]
             yield from [torch.zeros(0, width, device=self.decoder.device)] * len(lengths)
             return
         values = base.inputs[linear_map.module][0]
@@ -245,7 +245,7 @@ class LayerFeatures:
         """The base model's inputs to a fused expert's down projection, by the module's own gate."""
         module = self.decoder.layers[self.layer].get_submodule(down.module)
         first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
-        return fused_hidden(module, first.apply(self.weights[0], inputs))
+        return fused_hidden(module, first.apply(self.tensors[0], inputs))
 
 
 def logit_grams(
