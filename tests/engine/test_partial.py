@@ -80,6 +80,13 @@ def test_a_folder_that_a_killed_process_had_only_made_is_taken(tmp_path: Path) -
     assert json.loads((tmp_path / RUN).read_text()) == {"base": "a"}
 
 
+def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
+    first, second = Partial(tmp_path), Partial(tmp_path)
+    said = "Another process or thread is working in"
+    with first.held(Ranks()), pytest.raises(SltaError, match=said), second.held(Ranks()):
+        pass
+
+
 def test_a_run_that_ends_before_it_has_begun_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Interrupted), Partial(tmp_path / "partial").held(Ranks()):
         raise Interrupted

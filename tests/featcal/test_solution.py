@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,22 +162,6 @@ def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: m
 # Interrupted
 
 
-def test_a_killed_merge_goes_on(forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path) -> None:
-    family, whole, killed = make_family("gpt2"), tmp_path / "whole", tmp_path / "killed"
-    solve(recipe(family), whole)
-    LoaderCache.loaders.clear()
-    process = families.started(forks, solve, recipe(family), killed, stop_after=1)
-    with pytest.raises(SltaError, match="Another process or thread is working in"):
-        solve(recipe(family), killed)
-    process.kill()
-    process.join()
-    finished = {file: file.stat().st_mtime_ns for file in killed.glob("layer-*")}
-    assert len(finished) == 2
-    solve(recipe(family), killed)
-    assert contents(killed) == contents(whole)
-    assert finished == {file: file.stat().st_mtime_ns for file in finished}
-
-
 @pytest.mark.parametrize("architecture", ["mixtral", "gemma4", "zamba2"])
 def test_finished_layers_are_repeated_to_the_last_bit(
     architecture: str, make_family: MakeFamily, tmp_path: Path
@@ -189,7 +172,9 @@ def test_finished_layers_are_repeated_to_the_last_bit(
     before = families.solved_tensors(tmp_path)
     for file in (*sorted(tmp_path.glob("layer-*"))[2:], tmp_path / "edges.safetensors"):
         file.unlink()
+    kept = {file: file.stat().st_mtime_ns for file in tmp_path.glob("layer-*")}
     LoaderCache.loaders.clear()
     found = families.feature_merge(family, tmp_path, batch_tokens=60)
+    assert len(kept) == 2 and kept == {file: file.stat().st_mtime_ns for file in kept}
     assert same_tensors(families.solved_tensors(tmp_path), before)
     assert all(torch.equal(found.tensor(name), tensor) for name, tensor in before.items())  # type: ignore[arg-type]

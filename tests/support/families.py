@@ -6,12 +6,9 @@ import copy
 import itertools
 import json
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -587,42 +584,18 @@ class Interrupted(Exception):
     """Stands for whatever ends a process."""
 
 
-def interrupt() -> None:
-    raise Interrupted
-
-
 @contextmanager
-def after_layer(last: int, act: Callable[[], object] = interrupt) -> Iterator[None]:
-    """Within it, a run ends, or acts, when it has finished a layer."""
+def after_layer(last: int) -> Iterator[None]:
+    """Within it, a run ends when it has finished a layer."""
     original = Partial.finish
 
     def finish(partial: Partial, layer: int | None, tensors: dict[str, torch.Tensor]) -> None:
         original(partial, layer, tensors)
         if layer == last:
-            act()
+            raise Interrupted
 
     with mock.patch.object(Partial, "finish", finish):
         yield
-
-
-def started(
-    forks: ForkServerContext, work: Callable[..., object], *arguments: Any, stop_after: int
-) -> ForkServerProcess:
-    """A process that has finished a layer of its work and waits there to be killed."""
-    reached, reach = forks.Pipe(duplex=False)
-    process = forks.Process(target=_work, args=(reach, stop_after, work, arguments), daemon=True)
-    process.start()
-    assert reached.poll(120)
-    return process
-
-
-def _work(reached: Connection, stop_after: int, work: Callable[..., object], arguments: Sequence[Any]) -> None:
-    def stop() -> None:
-        reached.send(None)
-        threading.Event().wait()
-
-    with after_layer(stop_after, stop):
-        work(*arguments)
 
 
 def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
