@@ -1,7 +1,5 @@
 """Every architecture at every level against the naive reference, up to the merged model that transformers loads."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The documentation against the code: what exists is documented, what is documented exists, no link is dead."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Sentences for the terminal: names and values of other people's files do no harm, and a lack of memory is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Checkpoints hold heads for multi-token prediction, which transformers does not k
 by one or as one tensor.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

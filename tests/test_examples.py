@@ -1,7 +1,5 @@
 """The examples: the Python one, the quickstart's models, the pair of models and the Slurm script do what they say."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import os

@@ -1,7 +1,5 @@
 """Charts are drawn, without a warning, whatever names and numbers they are given."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

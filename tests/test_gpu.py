@@ -3,8 +3,6 @@
 ``test_separate_device.py`` holds on any machine that every tensor lies where it belongs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

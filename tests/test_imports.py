@@ -1,7 +1,5 @@
 """The rooms of the package: imports between folders run down the floors only."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

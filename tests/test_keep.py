@@ -1,7 +1,5 @@
 """The base model as a task: what it does on prompts of its own is kept, by stock merges and from statistics files."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The language tower of multimodal models: measured, merged and put back between the other towers."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What ``import mergekit_slta`` gives: the promised names, to programs and to type checkers, without taking time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import assert_type
 

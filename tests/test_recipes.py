@@ -1,7 +1,5 @@
 """Every recipe in ``examples/recipes``: it reads, its commands do, and tiny models of its architecture merge by it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

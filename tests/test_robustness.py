@@ -4,8 +4,6 @@ The quick suite takes a few cases of each kind; ``pytest -m slow -n 0 tests/test
 case is decided by its seed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Every tensor is on the device that computes, and the results are the CPU's; ``test_gpu.py`` says it of a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

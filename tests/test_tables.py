@@ -3,8 +3,6 @@
 That HTML is escaped is what tests/reports says.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The tests of the tests: a tolerance comes from ``support/rounding.py``, not from what one machine gave."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

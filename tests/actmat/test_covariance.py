@@ -1,7 +1,5 @@
 """The regression of ACTMat against a dense float64 reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A model's own answers: the tokens that transformers generates one by one, and those that the records give again."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

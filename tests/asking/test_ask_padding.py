@@ -1,7 +1,5 @@
 """Prompts that are answered together get the answers that they get alone, in every model type that transformers has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ FOLDER is one that the quickstart filled. For each seed, three adapters of rank 
 tasks: from one random beginning, as trainers with a fixed seed make them, or each from its own. It takes five minutes.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

@@ -5,8 +5,6 @@
 The scores in ``scores.json`` were printed by the commands that it names, as means and deviations.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Whatever imports this first finds the modules of examples/ and tests/ too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ seed, which draws new prompts; seed 0 draws the quickstart's. Prints the average
 the order of the seeds.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

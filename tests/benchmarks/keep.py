@@ -7,8 +7,6 @@ Merges the expert for sums, with and without prompts for the base model in the t
 seen, then two experts, with the base model's prompts in the third task. Prints a Markdown table.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

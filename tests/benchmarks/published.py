@@ -10,8 +10,6 @@ inputs x that a map has on task t, and x' the same tokens' inputs in expert t:
   begins as task arithmetic M, and A = W_0 + rho (W_M - W_0). Norms are M's: the published rule needs norms with a bias.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ grid (picked on the held-out prompts themselves), of sftm, actmat and slta, and 
 and of RegMean++ and FeatCal as published (``published.py``).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ answer; the test pairs' numbers, or a country's wording, are not among the train
 the tasks; each expert solves its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

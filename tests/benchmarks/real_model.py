@@ -15,8 +15,6 @@ Drawn beside the tables, with the deviation between the seeds: exact matches by 
 for three experts, and by the number of experts, ``experts.png``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The published formulas, as ``published.py`` computes them, minimize what the papers say on random matrices."""
 
-from __future__ import annotations
-
 import torch
 from published import RIDGE, SHRINK, TEACHER, featcal_map, regmean_map
 

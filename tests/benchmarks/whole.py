@@ -11,8 +11,6 @@ without the files that are mapped. The floor is one forward pass of each model o
 Writes whole.json after every method, and prints the table of docs/performance.md from it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

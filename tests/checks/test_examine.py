@@ -1,7 +1,5 @@
 """A recipe examined as a whole: all that is wrong at once, data and statistics, and the same through mergekit-yaml."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Quantized checkpoints as transformers reads and writes them: which way out the refusal names, and that it works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a merge takes, against sizes counted by hand, and a disk that has room for it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Tokenizers and vocabularies that do not fit each other or the models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

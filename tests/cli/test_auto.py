@@ -1,7 +1,5 @@
 """``auto``: the steps on the quickstart's family, and the verdict on scores."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

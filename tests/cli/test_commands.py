@@ -1,7 +1,5 @@
 """The command line, through click's runner, and through real processes where that matters."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What scripts and continuous integration rely on: exit codes, JSON, and what is said without a terminal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

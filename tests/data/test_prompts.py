@@ -1,7 +1,5 @@
 """The general prompts that come with the package."""
 
-from __future__ import annotations
-
 import real_family
 
 from mergekit_slta.data.prompts import TOPICS, general_prompts

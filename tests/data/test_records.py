@@ -1,7 +1,5 @@
 """Conversations: their tokens are those that the chat template writes of them when they are normalized by hand."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

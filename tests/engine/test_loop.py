@@ -1,7 +1,5 @@
 """What progress bars say: what is loaded, then layers and prompts, and never more than all of them."""
 
-from __future__ import annotations
-
 import functools
 import io
 import re

@@ -1,7 +1,5 @@
 """A calibration that is interrupted goes on after its finished layers and ends in the same file, byte for byte."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What waits between layers, and between two runs of a layer: it is bounded, and what finds no room runs again."""
 
-from __future__ import annotations
-
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any

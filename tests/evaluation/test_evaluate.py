@@ -1,7 +1,5 @@
 """Evaluations: every number by an independent forward pass, the answers by greedy decoding."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

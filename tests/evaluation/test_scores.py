@@ -1,7 +1,5 @@
 """The scores of one model: those of a dense reference, whatever the batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

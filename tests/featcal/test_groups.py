@@ -4,8 +4,6 @@ That maps with the same input are solved together, in the layer's order, is what
 reference, which has them in a table made by hand.
 """
 
-from __future__ import annotations
-
 import pytest
 from support import families
 from support.architecture_scan import small_decoder

@@ -1,7 +1,5 @@
 """The feature merge against explicit least squares on whole models, its limits, and what must not change it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

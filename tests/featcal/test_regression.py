@@ -3,8 +3,6 @@
 Most tests run on both forms of its system: sums over the tokens, and the tokens themselves where they are few.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

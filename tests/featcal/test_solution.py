@@ -1,7 +1,5 @@
 """The folder of a feature merge's finished layers: what an interruption or a failure leaves in it."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

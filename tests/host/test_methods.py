@@ -1,7 +1,5 @@
 """The four merge methods in mergekit: every tensor against merges written out in float64, and what they refuse."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What mergekit does otherwise with its functions replaced."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A merge from the check to the end: everything once, and nothing of another merge."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The words after a merge: the kept shares, and a next command that runs as it is printed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

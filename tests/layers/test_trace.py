@@ -1,7 +1,5 @@
 """What a layer does with the outputs of its children, seen by changing them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

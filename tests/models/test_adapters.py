@@ -1,7 +1,5 @@
 """LoRA adapters in a folder and on a local stand-in for the Hub, and the folder that mergekit merges them into."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Adapters that were trained on the same modules under other names, or on others: applied whole, or refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

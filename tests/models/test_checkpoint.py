@@ -1,7 +1,5 @@
 """Weights as mergekit's loader gives them, whatever the files look like, and a mixture's experts one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

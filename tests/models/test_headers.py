@@ -1,7 +1,5 @@
 """Headers against the tensors themselves, damaged files, and models on a local stand-in for the Hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What each stored tensor is to a model, against transformers' own conversion of a whole state dict."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.architecture_scan import small_configs

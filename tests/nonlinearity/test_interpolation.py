@@ -1,7 +1,5 @@
 """Feature deltas between models: scores against dense features in float64, and submodules whose score is known."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

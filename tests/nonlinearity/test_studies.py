@@ -1,7 +1,5 @@
 """Scores from Gram matrices, and from a recipe to the numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

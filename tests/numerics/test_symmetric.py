@@ -1,7 +1,5 @@
 """Gram matrices and symmetric systems against torch's general routines in float64."""
 
-from __future__ import annotations
-
 import logging
 import math
 

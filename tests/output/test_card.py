@@ -1,7 +1,5 @@
 """The model card after a merge by stock mergekit: what it tells, what it keeps, and what it must not tell."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

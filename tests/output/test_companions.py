@@ -1,7 +1,5 @@
 """A merged folder as programs read it: its files beside the weights, by transformers and as plain JSON."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

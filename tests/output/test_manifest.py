@@ -1,7 +1,5 @@
 """The manifest of a merge: the same for every method, public, and compared by the next merge into the folder."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from array import array

@@ -1,7 +1,5 @@
 """Publishing, to a stand-in for the Hub: what is uploaded, what never is, what is refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

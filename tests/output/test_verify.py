@@ -1,7 +1,5 @@
 """A second look at finished merges: sound ones of every method, and every way in which one can be spoilt."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

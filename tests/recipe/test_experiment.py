@@ -1,7 +1,5 @@
 """A recipe's models and data are opened as it says, and what is wrong outside the layers is found."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

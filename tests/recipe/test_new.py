@@ -1,7 +1,5 @@
 """Recipes to start from: read as they are, and what ``check`` says is missing is what there is to fill in."""
 
-from __future__ import annotations
-
 import shlex
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recipes as text: what they name, and what is wrong with their parameters; no model is there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Values as Python programs have them: scalars of numpy and torch, data types, one name where a list is usual."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The report on a feature merge: its sentences, and its numbers by layer and task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

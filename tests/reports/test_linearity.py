@@ -1,7 +1,5 @@
 """The report on linearity: its schema, its sentences, its figures, and that it needs nothing from outside."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

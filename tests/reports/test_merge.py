@@ -1,7 +1,5 @@
 """The report: its sentence's numbers, its files, and that it needs nothing from outside."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ The rows that reach such a module do not say which samples they are of, so the l
 keeps the experts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

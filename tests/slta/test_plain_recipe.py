@@ -1,7 +1,5 @@
 """Plain recipes: mergekit must give every tensor its weights, and run to the same model without this package."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -3,8 +3,6 @@
 Their numbers are tested with the solver, the file with tests/slta/test_statistics_file.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

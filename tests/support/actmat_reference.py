@@ -1,7 +1,5 @@
 """The naive reference of ``actmat``: the formula as it stands, dense and in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random LoRA adapters on disk, as peft writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path

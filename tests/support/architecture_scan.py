@@ -7,8 +7,6 @@ weights are made of each type, merged by each method and level, written, loaded 
 tensor. Of types that are named, the rows are printed and the page stays as it is. Some towers need ``timm``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

@@ -1,7 +1,5 @@
 """Commands in this process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from click.testing import CliRunner, Result

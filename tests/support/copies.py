@@ -1,7 +1,5 @@
 """Copies of a model's folder: the same tensors in other files, or changed ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The peak memory of the same work on a small and on a large model, whose layers outweigh all else that it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext

@@ -1,7 +1,5 @@
 """Recipes and models with something wrong about them, and what examining them finds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random model families on disk: a base model and experts as Hugging Face folders, with a tokenizer and data."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

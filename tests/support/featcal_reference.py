@@ -7,8 +7,6 @@ Shapes: ``n`` tokens of a task, ``in`` and ``out`` dimensions of a map, ``E`` ro
 dimensions, ``d`` the model's.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The elements of an HTML page, and the proof that a page needs nothing from outside."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -3,8 +3,6 @@
 Each folder datasets/ORG/NAME is a dataset, of which the stand-in tells only that it has it. Uploads are kept in memory.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

@@ -1,7 +1,5 @@
 """Linearity of a family of tests, all its values, and whether another study's are the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole merges of a family by any method, compared with float64 tensor by tensor."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path

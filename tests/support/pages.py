@@ -5,8 +5,6 @@ python tests/support/pages.py
 writes them.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands of this checkout in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

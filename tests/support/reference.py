@@ -6,8 +6,6 @@ layers one by one on batches, this runs whole models; where that reduces to Gram
 Shapes: ``T`` experts, ``S`` tokens of a sample, ``D`` feature dimensions, ``H`` query heads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence

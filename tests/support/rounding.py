@@ -6,8 +6,6 @@ in another order, which draws another walk: hence the margin. No tolerance is wh
 ``MERGEKIT_SLTA_TIGHT=4 pytest`` shows what comes within a quarter of one.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

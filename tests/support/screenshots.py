@@ -8,8 +8,6 @@ these models, in a minute or two; and of the experts in REAL, a seed's folder of
 half an hour.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

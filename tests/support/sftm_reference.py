@@ -1,7 +1,5 @@
 """The naive reference of ``sftm``: all features of all task matrices at once, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of parametrized tests that the quick suite leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Statistics without models: Gram matrices of feature deltas that a test chooses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
