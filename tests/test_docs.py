@@ -88,23 +88,6 @@ def test_the_messages_in_troubleshooting_exist() -> None:
             assert part.strip(" :;.,") in strings, part
 
 
-def test_each_module_has_tests_of_its_name_or_stands_in_the_table_of_tests() -> None:
-    """And each test in a folder has the name of a module there."""
-    tests, package = ROOT / "tests", ROOT / "mergekit_slta"
-    rows = re.findall(r"^\| (`\S+\.py`.*) \| (.+) \|$", TEXTS["contributing.md"], re.MULTILINE)
-    elsewhere = {module: names.split(", ") for modules, names in rows for module in modules.split(", ")}
-    modules = [path.relative_to(package) for path in package.rglob("*.py")]
-    modules = [path for path in modules if path.name != "__init__.py" or path.parent == Path()]
-    named = {
-        f"`{m}`": {*tests.glob(f"{m.parent}/test_{m.stem}.py"), *tests.glob(f"{m.parent}/test_{m.stem}_*.py")}
-        for m in modules
-    }
-    assert {module for module, own in named.items() if not own} == elsewhere.keys()
-    assert all((tests / name.strip("`")).is_file() for names in elsewhere.values() for name in names)
-    inside = {path for path in tests.glob("*/test_*.py") if path.parent.name != "benchmarks"}
-    assert inside <= {path for own in named.values() for path in own}
-
-
 @each_page
 def test_python_in_the_docs_uses_public_names(page: str) -> None:
     for block in blocks(TEXTS[page], "python"):

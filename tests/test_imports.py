@@ -1,6 +1,7 @@
-"""The rooms of the package: imports between folders run down the floors only."""
+"""The rooms of the package: imports between folders run down the floors only, and each module has its tests."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +68,20 @@ def imported(path: Path) -> set[Path]:
 def test_no_two_modules_import_each_other() -> None:
     imports = {path: imported(path) for path in PACKAGE.rglob("*.py")}
     assert not [f"{a} and {b}" for a in imports for b in imports[a] if a in imports.get(b, ())]
+
+
+def test_each_module_has_tests_of_its_name_or_stands_in_the_table_of_tests() -> None:
+    """The table of docs/contributing.md; and each test in a folder has the name of a module there."""
+    tests, page = PACKAGE.parent / "tests", (PACKAGE.parent / "docs" / "contributing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\S+\.py`.*) \| (.+) \|$", page, re.MULTILINE)
+    elsewhere = {module: names.split(", ") for modules, names in rows for module in modules.split(", ")}
+    modules = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    modules = [path for path in modules if path.name != "__init__.py" or path.parent == Path()]
+    named = {
+        f"`{m}`": {*tests.glob(f"{m.parent}/test_{m.stem}.py"), *tests.glob(f"{m.parent}/test_{m.stem}_*.py")}
+        for m in modules
+    }
+    assert {module for module, own in named.items() if not own} == elsewhere.keys()
+    assert all((tests / name.strip("`")).is_file() for names in elsewhere.values() for name in names)
+    inside = {path for path in tests.glob("*/test_*.py") if path.parent.name != "benchmarks"}
+    assert inside <= {path for own in named.values() for path in own}
