@@ -190,15 +190,16 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
 def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     """Refuse data that cannot be used, or a statistics file that cannot be used or written.
 
-    Datasets of the Hub are not downloaded; where the Hub can be reached, it is asked whether it has them.
+    Datasets are not downloaded: where the Hub can be reached, it is asked whether it has them. Otherwise a merge reads
+    the cache, and so does this check.
     """
     recipe, settings = experiment.recipe, experiment.settings
     name = settings.statistics if isinstance(settings, SltaSettings) else ""
     file = resolve_statistics(name, experiment.options.transformers_cache) if name else None
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
-    local = [task for task in tasks if not is_dataset(task.calibration)]
-    missing = [task for task in local if not os.path.exists(os.path.expanduser(task.calibration))]
+    files = [task for task in tasks if not is_dataset(task.calibration)]
+    missing = [task for task in files if not os.path.exists(os.path.expanduser(task.calibration))]
     to_read = [task for task in tasks if len(missing) == 1 or task not in missing]
     checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in to_read]
     checks.append(partial(_require_files, missing, "mergekit-slta ask " in recipe.text))
@@ -210,7 +211,7 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     if isinstance(settings, SltaSettings) and not measured:
         checks.append(partial(published_names, recipe.references))
     all_of(checks)
-    experiment.load_data(local)
+    experiment.load_data([task for task in tasks if _is_seen(experiment, task)])
 
 
 def _require_files(missing: Sequence[Task], asks: bool) -> None:
@@ -222,27 +223,29 @@ def _require_files(missing: Sequence[Task], asks: bool) -> None:
 
 
 def _require_samples(experiment: Experiment, task: Task) -> None:
-    """Refuse a file that gives no samples that the models can read, a dataset that is misspelt, or a wrong template."""
+    """Refuse a source of no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)
-    if is_dataset(task.calibration):
-        _require_dataset(task.calibration)
-    else:
-        _ = experiment.source(task, task.calibration).records  # known without the base model's tokenizer
-        experiment.load_data([task])
-
-
-def _require_dataset(source: str) -> None:
-    """Refuse a dataset that the Hub does not have; without a network it may be in the cache."""
-    name, _, _ = parse_dataset(source)
-    if os.path.isdir(name):
+    if is_dataset(task.calibration) and _on_hub(task.calibration):
         return
+    _ = experiment.source(task, task.calibration).records  # known without the base model's tokenizer
+    experiment.load_data([task])
+
+
+def _on_hub(source: str) -> bool:
+    """Whether the Hub has a dataset, False for a folder or without a network; refuse one that it does not have."""
+    name, _, _ = parse_dataset(source)
     try:
-        huggingface_hub.dataset_info(name, timeout=10)
+        return not os.path.isdir(name) and bool(huggingface_hub.dataset_info(name, timeout=10))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise SltaError(f"Calibration source {source!r} cannot be used: on the Hub, {reason(error)}.") from error
     except HUB_ERRORS:
-        pass
+        return False
+
+
+def _is_seen(experiment: Experiment, task: Task) -> bool:
+    """Whether a task's prompts were drawn, which those of a dataset are that need not be downloaded."""
+    return (task, task.samples) in experiment.drawn
 
 
 # Notes
@@ -260,7 +263,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             "(with one expert, every weight of slta is 1 / (1 + κ)): give the base model prompts of its own."
         )
     for task in recipe.tasks if settings.runs_models else ():
-        if is_dataset(task.calibration):
+        if is_dataset(task.calibration) and not _is_seen(experiment, task):
             yield f"The prompts of {task.calibration} are read when the models run: this check has not seen them."
     if isinstance(settings, ActmatSettings) and has_adapters(recipe.references):
         yield (
@@ -296,7 +299,7 @@ def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
     No merge needs these, so they are no problem. Datasets are not downloaded.
     """
     source = task.evaluation or task.calibration
-    if not task.calibration or is_dataset(task.calibration) or is_dataset(source):
+    if not _is_seen(experiment, task) or is_dataset(task.evaluation):
         return
     try:
         left = experiment.held_out(task, 1).records

@@ -1,6 +1,7 @@
 """A recipe examined as a whole: all that is wrong at once, data and statistics, and the same through mergekit-yaml."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.command import run
 from support.copies import edit_tensors
 from support.examining import only, problems, save_random, with_data, with_expert
 from support.families import Family
-from support.hub import serve
+from support.hub import downloaded_dataset, serve
 
 from mergekit_slta.checks.examine import check, examine
 from mergekit_slta.recipe.recipe import Recipe
@@ -45,10 +46,26 @@ def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path:
     (tmp_path / "hub" / "datasets" / "org" / "data").mkdir(parents=True)
     with serve(tmp_path / "hub", tmp_path / "cache"):
         assert problems(with_data(family, "hf:org/data?config=main&split=train[:5]")) == []
-        assert problems(with_data(family, f"hf:{tmp_path}")) == []
         refused = "Calibration source 'hf:org/dta' cannot be used: on the Hub, there is no such repository"
         assert only(with_data(family, "hf:org/dta")).startswith(refused)
         assert "not the name of a repository" in only(with_data(family, "hf:org/da ta"))
+
+
+@pytest.mark.usefixtures("dataset_cache")
+def test_without_a_network_the_prompts_of_a_downloaded_dataset_are_seen(family: Family, tmp_path: Path) -> None:
+    """They are drawn as those of the same file, and a folder's too; what a merge could not read is refused."""
+    with downloaded_dataset(tmp_path / "cache", "org/data") as folder:
+        shutil.copy(family.data[0], folder / "train.jsonl")
+        drawn = []
+        for source in (family.data[0], "hf:org/data", f"hf:{folder}"):
+            experiment = families.experiment(with_data(family, source, samples=3))
+            assert not [note for note in examine(experiment) if "has not seen" in note]
+            drawn.append([data.token_ids for data in experiment.drawn.values()])
+        assert drawn[0] == drawn[1] == drawn[2]
+        unknown = check(Recipe.parse(json.dumps(with_data(family, "hf:org/other")), "recipe.yml"), quiet=True)
+        assert "'hf:org/other' cannot be read" in str(unknown) and unknown.exit_code == 3
+        (folder / "train.jsonl").write_text('{"text": " "}\n')
+        assert "has no usable row" in only(with_data(family, f"hf:{folder}"))
 
 
 def test_check_says_that_a_merge_of_one_expert_is_its_copy(family: Family) -> None:
@@ -83,7 +100,9 @@ def test_check_says_that_calibration_leaves_no_record_for_evaluate(
         recipe["models"][0]["parameters"]["evaluation"] = str(file)
         if tested != "missing":
             file.write_text(json.dumps({"text": tested}) if tested else family.data[0].read_text())
-    found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
+    (tmp_path / "hub" / "datasets" / "org" / "data").mkdir(parents=True)
+    with serve(tmp_path / "hub", tmp_path / "cache"):
+        found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
     unseen, *notes = [note for note in found.notes if "as the model sees it" not in note]
     assert unseen == "The prompts of hf:org/data are read when the models run: this check has not seen them."
     assert not found.problems and len(notes) == bool(words)

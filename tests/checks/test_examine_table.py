@@ -440,6 +440,7 @@ DATA: Rows = [
     (statistics("HERE/file"), "HERE/file cannot be read as a safetensors file"),
     (statistics("HERE"), "There is no statistics file"),
     (statistics("hf:org/repo/file.safetensors", calibration=False), "the Hub cannot be reached"),
+    (lambda c: c.data("hf:org/data?config=main"), "'hf:org/data?config=main' cannot be read"),
     (statistics("HERE/file/a"), "HERE/file is not a writable folder"),
 ]
 
@@ -598,7 +599,6 @@ def the_experts_chat_template(case: Case) -> None:
         the_experts_chat_template,
         lambda c: c.of("gpt2").use(max_tokens=128).data("long.txt", "a" * 200),
         lambda c: c.of(next(small_configs("kosmos-2.5", "Kosmos2_5ForConditionalGeneration"))),  # two segments
-        lambda c: c.data("hf:org/data?config=main&split=train[:5]"),
         lambda c: of_one_name(c.use("featcal")),
         statistics("HERE/new/stats.safetensors"),
         a_new_token,

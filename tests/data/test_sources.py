@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import huggingface_hub
 import pytest
 from support.calibration_samples import load, refused, with_special, write_jsonl
+from support.hub import downloaded_dataset
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.data.sources import read_records, source_key
@@ -148,26 +148,17 @@ def test_what_is_no_file_is_named_at_once() -> None:
         assert f"{name!r} is not an ordinary file" in refused(read_records, name)
 
 
-def test_a_dataset_that_was_downloaded_by_hand_is_read_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where ``hf download --repo-type dataset`` puts it."""
-    folder = tmp_path / "cache" / "datasets--org--data"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("c" * 40)
-    (folder / "snapshots").mkdir()
-    write_splits(folder / "snapshots" / ("c" * 40), train=2, test=1)
-    for module in (huggingface_hub.constants, datasets.config):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert [record["text"] for record in read_records("hf:org/data?split=test")] == ["test 0"]
-    assert "cannot be read" in refused(read_records, "hf:org/other")
+def test_a_dataset_that_was_downloaded_by_hand_is_read_without_a_network(tmp_path: Path) -> None:
+    with downloaded_dataset(tmp_path / "cache", "org/data") as folder:
+        write_splits(folder, train=2, test=1)
+        assert [record["text"] for record in read_records("hf:org/data?split=test")] == ["test 0"]
+        assert "cannot be read" in refused(read_records, "hf:org/other")
 
 
 def write_splits(folder: Path, save: bool = False, **splits: int) -> None:
     """Each split holds as many records as given, and tells its name in them."""
     rows = {split: [{"text": f"{split} {n}"} for n in range(count)] for split, count in splits.items()}
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     if save:
         datasets.DatasetDict({split: datasets.Dataset.from_list(rows[split]) for split in rows}).save_to_disk(folder)
     for split in () if save else rows:

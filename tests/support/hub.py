@@ -65,6 +65,22 @@ def serve(root: Path, cache: Path, revision: str = "main") -> Iterator[Hub]:
             server.server_close()
 
 
+@contextmanager
+def downloaded_dataset(cache: Path, name: str) -> Iterator[Path]:
+    """A folder where ``hf download --repo-type dataset NAME`` puts its files, to be read without a network."""
+    import datasets  # slow to import
+
+    repository = cache / f"datasets--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (huggingface_hub.constants, datasets.config):
+            patch.setattr(module, "HF_HUB_OFFLINE", True)
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+        yield repository / "snapshots" / COMMIT
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers as the Hub does, as far as huggingface_hub asks."""
 
