@@ -76,8 +76,9 @@ NORM_HOLD = 0.01
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**26
-# In a layer's file beside its tensors: its relative error by task [T], and the ridges [n] of what was solved in it.
-LAYER_ERRORS, LAYER_RIDGES = "error.merged", "error.ridges"
+# In a layer's file beside its tensors: its relative errors and the base model's by task [2, T], and the ridges [n] of
+# what was solved in it.
+LAYER_ERRORS, LAYER_RIDGES = "error.features", "error.ridges"
 
 Owner = TypeVar("Owner")
 # Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
@@ -170,8 +171,6 @@ class _FeatureMerge(LayerMethod[Tensors]):
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
             loud = numbered or SHARED in unsolved.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
-        if without := [str(layer) for layer, maps in enumerate(self.maps) if not maps.writers]:
-            LOG.info("No map corrects what earlier layers have missed in the layers %s", ", ".join(without))
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
         """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""
@@ -189,11 +188,29 @@ class _FeatureMerge(LayerMethod[Tensors]):
             self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
             at_hand.solve(group, report)
         errors, names = at_hand.finish(), self.decoder.layer_tensors(layer)
+        errors = torch.stack([errors, self.base_errors(weights[0], streams)])
         return {
             **{names[key]: tensor for key, tensor in {**at_hand.merged, **at_hand.stacks}.items()},
             LAYER_ERRORS: errors,
             LAYER_RIDGES: torch.tensor(at_hand.ridges, dtype=torch.float64),
         }
+
+    def base_errors(self, weights: Weights, streams: Streams) -> torch.Tensor:
+        """How far the base model's layer is from that of each task's own model, on the task's first batch, [T].
+
+        That is a yardstick for the merge. All batches would take a tenth of the time of a merge.
+        """
+        firsts = {batch.task: number for number, batch in reversed([*enumerate(streams.batches)])}
+        if streams.layer == 0:
+            self.base = Streams(
+                self.decoder, [[self.models[0]] * len(self.tasks)], [streams.batches[n] for n in firsts.values()]
+            )
+        self.base.layer, sums = streams.layer, torch.zeros(2, len(self.tasks), dtype=torch.float64)
+        for at, number in enumerate(firsts.values()):
+            output = self.base.run_layer(0, at, weights).output
+            add_errors(sums, self.base.batches[at], output, streams.hidden(EXPERT, number))
+        self.ranks.sum(sums)
+        return sums[0] / sums[1]
 
     def regression(
         self,
@@ -232,6 +249,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, owners[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
+        self.base_errors(weights[0], streams)
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names, solved without a prior; none if it stays the anchor's."""
@@ -279,6 +297,14 @@ class _FeatureMerge(LayerMethod[Tensors]):
             )
             yield inputs, owner_inputs @ matrix.T, *self.of_tokens(batch)
             report(len(batch.rows))
+
+
+def add_errors(sums: torch.Tensor, batch: Batch, features: torch.Tensor, owners: torch.Tensor) -> None:
+    """Add a batch's relative errors and their number to its task's in ``sums`` [2, T]; features are [B, S, D]."""
+    features, owners = batch.unpadded(features), batch.unpadded(owners)
+    norms = owners.norm(dim=1)  # zero where an embedding is: such a token has no relative error
+    sums[0, batch.task] += float(((features - owners).norm(dim=1) / norms)[norms > 0].sum())
+    sums[1, batch.task] += int((norms > 0).sum())
 
 
 def _untold(samples: int) -> None:
@@ -331,12 +357,7 @@ class _Layer:
         for number, batch in enumerate(self.streams.batches):
             if not self.maps.groups:  # whose last has run the owner's layer to its end
                 self._run(EXPERT, number)
-            merged = batch.unpadded(self._run(MERGED, number).output)
-            expert = batch.unpadded(self.streams.hidden(EXPERT, number))
-            norms = expert.norm(dim=1)  # zero where an embedding is: such a token has no relative error
-            errors = (merged - expert).norm(dim=1) / norms
-            sums[0, batch.task] += float(errors[norms > 0].sum())
-            sums[1, batch.task] += int((norms > 0).sum())
+            add_errors(sums, batch, self._run(MERGED, number).output, self.streams.hidden(EXPERT, number))
         self.merge.ranks.sum(sums)
         return sums[0] / sums[1]
 

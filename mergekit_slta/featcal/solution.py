@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 # Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
-FORMAT = 21  # changes with the folder's content and with the way that layers are solved
+FORMAT = 22  # changes with the folder's content and with the way that layers are solved
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -164,9 +164,10 @@ class SolvedModel:
         return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
     def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
-        """The errors [layers, tasks] of the merged model's layer outputs on each task, and each layer's ridges.
+        """The errors [layers, 2, tasks] of the merged and the base model's layer outputs, and each layer's ridges.
 
-        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's; of the
+        base model, over those of the first batch.
         """
         errors, ridges = [], []
         for layer in range(len(self.decoder)):

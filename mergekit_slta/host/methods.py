@@ -47,7 +47,6 @@ from mergekit_slta.tables import short_names
 from mergekit_slta.words import as_score
 
 if TYPE_CHECKING:
-    from mergekit_slta.reports.page import Page
     from mergekit_slta.slta.statistics import Solution
 
 LOG = logging.getLogger(__name__)
@@ -159,7 +158,7 @@ class SltaMerge(Merge):
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
-            self.page = write_report(settings.report, "report.html", report_page(self.solution))
+            self.page = report_page(self.solution).write(Path(settings.report).expanduser(), "report.html")
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         assert group.base is not None and group.metadata.name
@@ -182,7 +181,7 @@ class FeatcalMerge(Merge):
         errors, ridges = solved.measured()
         tasks = [(published_name(task.reference), task.samples) for task in experiment.recipe.tasks]
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
-        distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
+        distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1, 0].tolist(), strict=False)]
         self.result = (
             "Distance between the features of the merge and of each model after the last layer, on that model's "
             f"prompts (lower is better): {', '.join(distances)}."
@@ -190,7 +189,8 @@ class FeatcalMerge(Merge):
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
-            self.page = write_report(settings.report, "featcal.html", drift_page(errors, ridges, tasks, settings))
+            page = drift_page(errors, ridges, tasks, settings)
+            self.page = page.write(Path(settings.report).expanduser(), "report.html")
         self._solved, self._keep_weight = solved, experiment.recipe.keep_weight
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
@@ -302,7 +302,7 @@ class SftmMerge(DataFreeMerge):
         return merged, 1.0 if role is Role.NORM else parameters["lambda"]
 
 
-# Errors and files
+# Errors
 
 
 def task_vectors_of(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -331,15 +331,3 @@ def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
         f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "
         "models' tensors are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
     )
-
-
-def write_report(folder: str, name: str, page: Page) -> Path:
-    """Write a report under this name into a folder that the recipe names, and return its path; merges may share it.
-
-    Raises:
-        SltaError: it cannot be written there.
-    """
-    try:
-        return page.write(Path(folder).expanduser(), name)
-    except OSError as error:
-        raise SltaError(f"The report cannot be written to {folder} ({error}): name another folder.") from error

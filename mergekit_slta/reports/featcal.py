@@ -5,7 +5,6 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,21 +18,25 @@ from mergekit_slta.words import as_score, counted, enumerated, plain_number
 
 ERRORS_MEANING = (
     "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
-    "is as large as that output, on average over the tokens of the task's prompts. What is near enough differs from "
-    "model to model: compare the pages of several merges of the same models. The merge was fitted to these prompts, so "
-    "on others the distance is larger. It says little about accuracy: score the merge with mergekit-slta evaluate."
+    "is as large as that output, on average over the tokens of the task's prompts. Good is far below the base model: "
+    "the quickstart's merge, which gives 0.92 of the answers where its experts give 0.99, is at a third of the base "
+    "model's distance. The merge was fitted to these prompts: on others the distance is larger. It says little about "
+    "accuracy: score it with mergekit-slta evaluate."
 )
 
 
 def drift_page(
     errors: torch.Tensor, ridges: Sequence[Sequence[float]], tasks: Sequence[tuple[str, int]], settings: FeatcalSettings
 ) -> Page:
-    """The report on a feature merge, from its relative errors [L, T], and the ridges of each layer's matrices.
+    """The report on a feature merge, from the errors [L, 2, T] of it and of the base model, and each layer's ridges.
 
     Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
     """
     names = short_names([model for model, _ in tasks])
-    last = [f"{_number(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
+    last = [
+        f"{as_score(error, 3)} from {name}" + f" (base model {as_score(base, 3)})" * (base > 0)
+        for name, error, base in zip(names, *errors[-1].tolist(), strict=True)
+    ]
     distances = "After the last layer, the merge's features are at a relative distance of"
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
@@ -49,11 +52,6 @@ def drift_page(
     )
 
 
-def _number(error: float) -> str:
-    """A relative error; a dash where the expert's features are all zero."""
-    return as_score(error if math.isfinite(error) else None, 3)
-
-
 def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
     """A sentence where most of what was solved took the largest ridge of the search."""
     every = [ridge for of_layer in ridges for ridge in of_layer]
@@ -67,12 +65,16 @@ def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
 
 def _chart(errors: torch.Tensor, names: Sequence[str]) -> Chart:
     layers = list(range(len(errors)))
-    lines = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
+    panels = [
+        Panel(title, [Line(name, layers, curve) for name, curve in zip(names, of.T.tolist(), strict=True)])
+        for title, of in zip(("the merge", "the base model"), errors.unbind(1), strict=True)
+    ]
+    rows, header = errors.flatten(1).tolist(), ["layer", *names, *(f"base model from {name}" for name in names)]
     return Chart(
         name="drift",
         title="Distance of the features by layer",
-        caption="How far each layer's output is from the output of the task's own model, on the task's prompts. Lower "
-        "is better.",
-        picture=line_chart([Panel("", lines)], x_label="decoder layer", y_label="relative distance"),
-        table=Table(["layer", *names], [[str(layer), *map(_number, row)] for layer, row in enumerate(errors.tolist())]),
+        caption="How far each layer's output is from the output of the task's own model, on the task's prompts; of the "
+        "base model, on the longest of them. Lower is better.",
+        picture=line_chart(panels, x_label="decoder layer", y_label="relative distance"),
+        table=Table(header, [[str(n), *(as_score(x, 3) for x in row)] for n, row in enumerate(rows)]),
     )

@@ -34,7 +34,7 @@ def test_processes_together_merge_to_the_same_tensors(
     make_family: MakeFamily, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     """Also where one process alone has begun, and several finish, more than there are batches."""
-    family, page = make_family("mixtral", experts=1), tmp_path / "report" / "featcal.html"
+    family, page = make_family("mixtral", experts=1), tmp_path / "report" / "report.html"
     settings: dict[str, Any] = {"keep": {}, "samples": 6, "report": str(page.parent)}  # with the expert's prompts
     content = families.recipe(family, "featcal", **settings)
     alone = load_file(families.merge(content, tmp_path / "alone") / "model.safetensors")

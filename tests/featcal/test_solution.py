@@ -144,7 +144,7 @@ def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: m
         raise OSError("No space left")
 
     for where, name, function, said in (
-        (Page, "write", full_too, "The report cannot be written to .*: name another folder"),
+        (Page, "write", full_too, "No space left: correct that and run the command again"),
         (TensorWriter, "save_tensor", full, "No space left"),
     ):
         with mock.patch.object(where, name, function), pytest.raises(SltaError, match=said):

@@ -54,8 +54,8 @@ def test_featcal_says_how_far_its_features_are_from_each_models_own(
     recipe = write_recipe(llama, "featcal", experts=(0,), keep={}, samples=2, report=str(pages))
     said, page, _ = said_after(run_yaml.main, recipe, tmp_path / "out")
     assert re.search(r"that model's prompts \(lower is better\): expert0 \d\.\d\d, the base model \d\.\d\d\.$", said)
-    assert page == f"Report: {pages / 'featcal.html'}"
-    text = (pages / "featcal.html").read_text()
+    assert page == f"Report: {pages / 'report.html'}"
+    text = (pages / "report.html").read_text()
     assert_self_contained(text)
     assert str(tmp_path) not in text and ">expert0</th>" in text
 

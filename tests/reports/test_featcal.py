@@ -10,7 +10,8 @@ from mergekit_slta.reports.featcal import ERRORS_MEANING, drift_page
 from mergekit_slta.reports.page import Page
 
 MODELS = ["org/llama-math", "org/llama-code"]
-ERRORS = torch.tensor([[0.11, 0.12], [0.14, 0.0013], [0.41, 0.324], [0.42, 0.35]], dtype=torch.float64)
+MERGED = torch.tensor([[0.11, 0.12], [0.14, 0.0013], [0.41, 0.324], [0.42, 0.35]], dtype=torch.float64)
+ERRORS = torch.stack([MERGED, 2 * MERGED], 1)
 RIDGES = [[0.1, 0.003, 3.0], [0.03, 3.0], [3.0], []]
 
 
@@ -20,7 +21,8 @@ def page(ridges: Sequence[Sequence[float]] = RIDGES, ridge: float | Literal["aut
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
     distance = (
-        "After the last layer, the merge's features are at a relative distance of 0.420 from math and 0.350 from code."
+        "After the last layer, the merge's features are at a relative distance of 0.420 from math (base model 0.840) "
+        "and 0.350 from code (base model 0.700)."
     )
     assert page().verdict == [distance, ERRORS_MEANING]
 
@@ -40,6 +42,11 @@ def test_two_models_may_have_one_name() -> None:
 
 def test_the_table_has_every_layers_distances() -> None:
     (chart,) = page().charts
-    assert list(chart.table.header) == ["layer", "math", "code"]
-    numbers = [["0.110", "0.120"], ["0.140", "0.001"], ["0.410", "0.324"], ["0.420", "0.350"]]
+    assert list(chart.table.header) == ["layer", "math", "code", "base model from math", "base model from code"]
+    numbers = [
+        ["0.110", "0.120", "0.220", "0.240"],
+        ["0.140", "0.001", "0.280", "0.003"],
+        ["0.410", "0.324", "0.820", "0.648"],
+        ["0.420", "0.350", "0.840", "0.700"],
+    ]
     assert [list(row) for row in chart.table.rows] == [[str(i), *errors] for i, errors in enumerate(numbers)]

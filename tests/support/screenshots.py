@@ -2,14 +2,12 @@
 
     python tests/support/screenshots.py FOLDER [REAL]
 
-FOLDER is one that the quickstart filled. Its models are merged by ``featcal``, and the report on that merge is opened
-in a headless Chromium (apt-get install chromium). The figures of the gallery are drawn by the package, of merges of
-these models, in a minute or two; and of the experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in
-half an hour.
+FOLDER is one that the quickstart filled. The figures of the gallery are drawn by the package, of merges of these
+models, in a minute or two; and of the experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in half
+an hour.
 """
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,25 +23,15 @@ from mergekit_slta.reports.linearity import write_linearity
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-WIDTH, HEIGHT = 760, 870  # of the picture of the page, which begins at its top: as wide as can be read in the gallery
 
 
 def main(folder: Path, real: Path | None = None) -> None:
-    """Write the screenshot, and every figure of the gallery."""
+    """Write every figure of the gallery."""
     with tempfile.TemporaryDirectory() as temporary:
         out, statistics = Path(temporary), slta.Statistics.load(folder / "statistics.safetensors")
         os.chdir(folder)  # where the recipes' paths begin
         data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
         slta.merge(recipe_of("./family/base", data, "featcal", report=str(out)), out / "merged", quiet=True)
-        page, whole = out / "featcal.html", out / "whole.png"
-        browser = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        subprocess.run(
-            [*browser, f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={whole}", page.as_uri()], check=True
-        )
-        with Image.open(whole) as shot:
-            _save(shot, "report.png")
-        whole.unlink()
-        (out / "drift.png").unlink()  # the page shows it
         _draw(out, "./family/base", data, statistics)
         if real is not None:
             os.chdir(real)
