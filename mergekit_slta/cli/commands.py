@@ -76,7 +76,8 @@ def main() -> None:
 @click.option("--method", type=click.Choice(METHODS), default="featcal", show_default=True, help="The merge method.")
 @calibration_files
 @click.option("--weight", type=float, help="The experts' weight, for methods that do not solve it.")
-def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str, ...], weight: float | None) -> None:
+@click.option("--report", metavar="DIR", help="The folder for the merge's report, with featcal and slta.")
+def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> None:
     """Print a commented recipe for merging each EXPERT, which was fine-tuned from the model BASE.
 
     Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
@@ -85,7 +86,7 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
     the recipe lists the `ask` commands with which the models write them. The methods actmat and sftm need no prompts;
     task_arithmetic and ties are mergekit's own methods, for comparison.
     """
-    click.echo(new_recipe(base, experts, method, calibration, weight), nl=False)
+    click.echo(new_recipe(base, experts, method, **options), nl=False)
 
 
 @main.command(cls=ModelCommand, short_help="Merge, compare and judge, from the names of models.")
@@ -99,23 +100,15 @@ def new(base: str, experts: tuple[str, ...], method: str, calibration: tuple[str
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option
 def auto(
-    base: str,
-    experts: tuple[str, ...],
-    folder: Path,
-    calibration: tuple[str, ...],
-    keep_base: bool,
-    against: tuple[str, ...],
-    keep: bool,
-    dry_run: bool,
-    json_file: str | None,
-    **options: Any,
+    base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, json_file: str | None, **options: Any
 ) -> None:
     """Merge each EXPERT, a fine-tune of the model BASE, with featcal, compare the merge, and say what it is worth.
 
     The command first says what it is going to do, and refuses what `check` refuses. Models without --calibration answer
     prompts of the package. The merge is compared with simple merges that need no prompts. Every step is printed as the
-    command that does the same, and FOLDER holds what it writes: recipes, answers, merged models, scores.json, log.txt.
-    The same command goes on after an interruption, and after a change runs the steps that the change concerns.
+    command that does the same, and FOLDER holds what it writes: recipes, answers, merged models, scores.json, log.txt,
+    and report.html on the merge. The same command goes on after an interruption, and after a change runs the steps that
+    the change concerns.
     """
     from mergekit_slta.cli import auto as automatic
 
@@ -127,15 +120,16 @@ def auto(
         with command.make_context(words[0], [*words[1:]]) as context, suppress(click.exceptions.Exit):
             command.invoke(context)  # evaluate ends so, once it has written what it could score
 
-    planned = automatic.plan(base, experts, folder, calibration, keep_base=keep_base, against=against)
+    of_plan = {name: options.pop(name) for name in ("calibration", "keep_base", "against")}
+    planned = automatic.Plan(base, experts, folder, **of_plan)
     run = automatic.Run(planned, typed, options["quiet"])
-    experiment = automatic.checked(planned, applied(options))
+    experiment = planned.checked(applied(options))
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
-    for line in automatic.described(planned, experiment):
+    for line in planned.described(experiment):
         click.echo(line, err=True)
     if not dry_run:
         with interruptible("goes on"):
-            judged = automatic.make(planned, run, keep)
+            judged = run.make(keep)
         _show("\n".join(judged.lines), as_json(judged._asdict()), json_file)
 
 
@@ -368,15 +362,11 @@ def evaluate(
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.evaluation.evaluate import evaluate as ranked
-    from mergekit_slta.output.manifest import add_scores
     from mergekit_slta.recipe.recipe import Recipe, data_of
 
     with interruptible("starts over"):
         comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
     _show(comparison, comparison.to_json(), json_file)
-    for folder in out:
-        with suppress(OSError):  # in a folder that cannot be written, the manifest stays without scores
-            add_scores(folder, comparison)
     below = comparison.below(at_least) if at_least is not None else []
     for sentence in below:
         click.echo(sentence, err=True)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any, SupportsIndex, Unpack
 
 import click
 from mergekit.common import ModelPath, ModelReference
 from transformers import PreTrainedTokenizerBase
 
+from mergekit_slta import files
 from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
-from mergekit_slta.files import RECIPE_OF_MERGE
+from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
@@ -25,7 +28,7 @@ from mergekit_slta.words import as_score, enumerated
 SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
 NEAR_THE_EXPERT = 0.9  # of its gain in likelihood; below, the tables say what to change
-BASE, KEEP = "base", "base model"  # the model's name in tables, and that of its own task
+BASE = "base model"  # its name in tables, and that of its own task
 Z = 1.96  # standard errors of a 95 % interval
 MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
 
@@ -63,8 +66,12 @@ class TaskComparison:
     ended_answers: int  # with a special token after them
     tokens: int  # that were predicted
     scores: dict[str, TaskScore]  # by the models' names
-    # By them, for each prompt the share of its predicted tokens that are the likeliest.
-    shares: dict[str, list[float]] = field(default_factory=dict)
+    # By them, a number for each prompt that counts: the mean is the accuracy, or of few answers the token accuracy.
+    points: dict[str, list[float]] = field(default_factory=dict)
+
+    def mean(self, model: str) -> float:
+        """The mean of a model's points."""
+        return fmean(self.points[model])
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,7 +124,7 @@ class Comparison(Paragraphs):
             (name, title): score.gain_kept
             for title, task in self.tasks.items()
             for name, score in task.scores.items()
-            if name != BASE and not name.startswith(_expert(""))
+            if name != BASE and not name.startswith(own_model(""))
         }
         return [
             f"{name} keeps {as_score(one)} of the gain in likelihood on {title}, less than {share:g}."
@@ -172,7 +179,7 @@ class Comparison(Paragraphs):
         """Sentences on tasks that need one."""
         if self.unscored:
             yield f"Not scored, because all prompts calibrate: {enumerated(self.unscored)}. {MORE}"
-        if keep := self.tasks.get(KEEP):
+        if keep := self.tasks.get(BASE):
             yield (
                 "On the base model's prompts, the gain kept is 1 for the base model and 0 for the experts' mean. Lost "
                 "and gained answers compare with the base model, and accuracy counts only the answers that it gives."
@@ -180,12 +187,12 @@ class Comparison(Paragraphs):
             if keep.scores[BASE].gain_kept is None:
                 yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
         tasks = self.tasks
-        experts = {name: task for name, task in tasks.items() if name != KEEP}
+        experts = {name: task for name, task in tasks.items() if name != BASE}
         if long := [name for name, task in tasks.items() if task.answers and not task.short_answers]:
             yield f"No accuracy on {', '.join(long)}: all answers have more than {SHORT_ANSWER} tokens."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
             yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."
-        highest = {name: task.scores[_expert(name)].accuracy_high for name, task in experts.items()}
+        highest = {name: task.scores[own_model(name)].accuracy_high for name, task in experts.items()}
         if weak := [name for name, share in highest.items() if share is not None and share < 0.5]:
             yield (
                 f"On their own tasks these experts give under half of the short answers: {', '.join(weak)}. Their "
@@ -224,7 +231,7 @@ def evaluate(
         options: see ``Options``.
 
     Returns:
-        The scores of all models on each task; printed, it is tables.
+        The scores of all models on each task; printed, it is tables. Those of a merge are added to its ``merge.json``.
 
     Raises:
         SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
@@ -244,13 +251,13 @@ def evaluate(
     experiment.load_data(experts)  # refuses the same data twice
     count = whole_number("samples", samples)
     titles = short_names([str(expert) for expert in experts])
-    tasks = dict(zip([*titles, KEEP], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
+    tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     recipes = [*_calibrated(folders)]
     groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count, recipes))}
     experiment.sources.clear()
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")
-    names = [BASE, *map(_expert, titles)]
+    names = [BASE, *map(own_model, titles)]
     taken = {*names, *map(published_name, experiment.recipe.references)}
     merges = [folder.name for folder in folders]
     if len({*merges, *taken}) < len(merges) + len(taken):
@@ -268,7 +275,19 @@ def evaluate(
     for (title, group), *of_task in zip(groups.items(), *scores, strict=True):
         by_model, own = dict(zip(models, of_task, strict=True)), published_name(tasks[title].reference)
         compared[title] = _task(title, own, group, by_model, experiment.samples_tokenizer)
-    return Comparison(compared, tuple(title for title in tasks if title not in groups))
+    comparison = Comparison(compared, tuple(title for title in tasks if title not in groups))
+    for folder, name in zip(folders, merges, strict=True):
+        _add_scores(folder, name, comparison)
+    return comparison
+
+
+def _add_scores(folder: Path, name: str, comparison: Comparison) -> None:
+    """Add a merge's scores to its manifest, if its folder has one that can be read and written."""
+    file, scores = folder / MANIFEST_OF_MERGE, dict[str, dict[str, Any]]()
+    for of in comparison.tasks.values():
+        scores[of.model] = {"prompts": of.prompts, "short_answers": of.short_answers, **asdict(of.scores[name])}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        files.write(file, as_json(json.loads(file.read_bytes()) | {"scores": scores}).encode())
 
 
 def _calibrated(folders: Iterable[Path]) -> Iterator[Recipe]:
@@ -298,16 +317,16 @@ def _task(
     tokens = sum(sample.length for sample in group)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
-    worse, better = losses[BASE], losses.get(_expert(title), 0.0)
-    if title == KEEP:
-        experts = [loss for name, loss in losses.items() if name.startswith(_expert(""))]
-        worse, better = sum(experts) / len(experts), worse
+    worse, better = losses[BASE], losses[own_model(title)]
+    if title == BASE:
+        experts = [loss for name, loss in losses.items() if name.startswith(own_model(""))]
+        worse = sum(experts) / len(experts)
     short = {index for index, sample in enumerate(group) if sample.whole and sample.length <= SHORT_ANSWER}
     ends = {index: sample.end_token for index, sample in enumerate(group) if sample.end_token in special}
     right = {name: [*map(Score.right, of_records, group)] for name, of_records in scores.items()}
     exact = {name: {index for index in short if right[name][index] == group[index].length} for name in scores}
-    exact_by_teacher = exact[BASE if title == KEEP else _expert(title)]
-    if title == KEEP:
+    exact_by_teacher = exact[own_model(title)]
+    if title == BASE:
         short = exact_by_teacher
 
     def of_model(name: str) -> TaskScore:
@@ -326,11 +345,13 @@ def _task(
         )
 
     results, answers = {name: of_model(name) for name in scores}, sum(sample.known for sample in group)
-    shares = {
-        name: [count / sample.length for count, sample in zip(counts, group, strict=True)]
+    points = {
+        name: [float(index in exact[name]) for index in sorted(short)]
+        if len(short) >= FEW
+        else [count * len(group) / tokens for count in counts]
         for name, counts in right.items()
     }
-    return TaskComparison(model, len(group), answers, len(short), len(ends), tokens, results, shares)
+    return TaskComparison(model, len(group), answers, len(short), len(ends), tokens, results, points)
 
 
 def interval(share: float, number: int) -> tuple[float, float]:
@@ -347,9 +368,9 @@ def _with_interval(score: TaskScore) -> str:
     return f"{as_score(score.accuracy)} ({as_score(score.accuracy_low)}–{as_score(score.accuracy_high)})"
 
 
-def _expert(title: str) -> str:
-    """The name of an expert in tables."""
-    return f"expert {title}"
+def own_model(title: str) -> str:
+    """The name in tables of the model whose task it is."""
+    return BASE if title == BASE else f"expert {title}"
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -8,7 +8,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from safetensors import safe_open
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.errors import SltaError
-from mergekit_slta.evaluation.evaluate import Comparison
+from mergekit_slta.featcal.groups import uncorrected
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.headers import weight_map
@@ -28,6 +27,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import SOURCES, published_name
 from mergekit_slta.recipe.settings import Parameters, expert_parameters
 from mergekit_slta.slta.statistics import Solution
+from mergekit_slta.tables import as_json
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # in a tensor's name: of a layer, an expert
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
@@ -64,6 +64,7 @@ class Manifest(BaseModel, frozen=True):
     versions: dict[str, str]
     # How many tensors there are of each type and shape, as "BF16 [32, 48]", by names with a star for each number.
     tensors: dict[str, dict[str, int]] = {}
+    uncorrected: tuple[int, ...] = ()  # of featcal: the layers in which no map corrects what earlier ones have missed
     # By the model whose task it is: the ``TaskScore`` of the merge, with the numbers of prompts; by ``evaluate``.
     scores: dict[str, dict[str, int | float | None]] = {}
 
@@ -106,13 +107,13 @@ def describe(
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
         versions=files.versions() | {"commit": commit()} if whole else {},
         tensors=tensor_table(folder) if folder else {},
+        uncorrected=tuple(uncorrected(experiment.decoder)) if folder and config.merge_method == "featcal" else (),
     )
 
 
 def write(manifest: Manifest, folder: Path) -> None:
     """Write a merge's manifest into its folder; an OSError leaves an earlier one as it was."""
-    text = json.dumps(manifest.model_dump(mode="json"), indent=1, ensure_ascii=False)
-    files.write(folder / MANIFEST_OF_MERGE, f"{text}\n".encode())
+    files.write(folder / MANIFEST_OF_MERGE, as_json(manifest).encode())
 
 
 def read(folder: Path) -> Manifest | None:
@@ -124,18 +125,6 @@ def read(folder: Path) -> Manifest | None:
         raise SltaError(
             f"{path} cannot be read ({type(error).__name__}): get an undamaged copy, or delete it."
         ) from None
-
-
-def add_scores(folder: Path, comparison: Comparison) -> None:
-    """Add a merge's scores to its manifest, if its folder has one; an OSError leaves it as it was."""
-    made, place = read(folder), str(folder.expanduser().resolve())
-    if made is not None:
-        scores = {
-            of.model: {"prompts": of.prompts, "short_answers": of.short_answers}
-            | asdict(of.scores[place if place in of.scores else Path(place).name])
-            for of in comparison.tasks.values()
-        }
-        write(made.model_copy(update={"scores": scores}), folder)
 
 
 def differences(before: Manifest, now: Manifest) -> list[str]:

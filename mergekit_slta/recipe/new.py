@@ -25,6 +25,7 @@ METHODS = (*WITH_DATA, "actmat", "sftm", *OF_MERGEKIT)  # which the template kno
 # The base model's answers, as measured: it should not forget these topics, and longer answers take long on a CPU.
 _OF_BASE = "--topic instructions --topic chat --topic explaining --max-new-tokens 128"
 _CACHE = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
+ADAPTERS = 1.2  # the sum of weights that served adapters in task_arithmetic
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[^/]+)?")
 
 
@@ -34,6 +35,7 @@ def new_recipe(
     method: str = "featcal",
     calibration: Sequence[str] = (),
     weight: float | None = None,
+    report: str | None = None,
 ) -> str:
     """Write a recipe with comments that say what there is to fill in and to choose.
 
@@ -41,7 +43,8 @@ def new_recipe(
 
     A folder that is there is written with a leading ``./``, which mergekit does not look up on the Hub. Calibration
     sources are the experts' in their order, then the base model's, if any; without some, the recipe names files of the
-    models' answers. Above it are the commands that write those of its files that are not there.
+    models' answers. Above it are the commands that write those of its files that are not there. ``report`` is a folder
+    for the merge's page.
 
     Raises:
         SltaError: a folder is missing, a model is named twice, or the calibration sources are not as many as the models
@@ -51,7 +54,7 @@ def new_recipe(
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
     with_data, models = method in WITH_DATA, [*experts, base]
-    _require_sources(method, len(experts), len(calibration))
+    require_sources(method, len(experts), len(calibration))
     if weight is not None and with_data:
         raise SltaError(f"'{method}' does not weigh the experts: leave --weight out, or choose another method.")
     answers = answer_files(models)
@@ -75,7 +78,9 @@ def new_recipe(
         commands=commands,
         base_file=answers[-1],
         of_base=_ask(base, answers[-1], True),
+        report=report,
         cache=_CACHE if any("+" in model for model in models) else "",
+        of_adapters=f"{ADAPTERS / len(experts):.2g}",
     )
 
 
@@ -115,7 +120,7 @@ def _ask(model: str, file: str, is_base: bool) -> str:
     return shlex.join(["mergekit-slta", *ask_arguments(model, file, is_base)]) + _CACHE * ("+" in model)
 
 
-def _require_sources(method: str, experts: int, sources: int) -> None:
+def require_sources(method: str, experts: int, sources: int) -> None:
     """Refuse a method without data with calibration sources or for one expert, and a wrong number of sources."""
     with_data = " or ".join(WITH_DATA)
     if method not in WITH_DATA and sources:

@@ -13,6 +13,8 @@ from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
 from mergekit_slta.errors import SltaError
+from mergekit_slta.evaluation.evaluate import TaskComparison
+from mergekit_slta.words import as_score
 
 
 @pytest.fixture
@@ -41,7 +43,14 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
     assert "featcal is better than actmat" in first.stdout
     assert first.stdout.rstrip().endswith("Next: mergekit-slta publish out/merged/featcal ORG/NAME")
     assert [folder.name for folder in Path("out/merged").iterdir()] == ["featcal"]
-    assert set(json.loads(Path("out/scores.json").read_text())["tasks"]["sums"]["shares"]) >= {"base", "actmat"}
+    assert "Distance of the features by layer" in Path("out/report.html").read_text()
+    tasks = json.loads(Path("out/scores.json").read_text())["tasks"]
+    assert set(tasks["sums"]["points"]) >= {"base model", "actmat"}
+    for title, task in tasks.items():  # what the verdict says is what `evaluate` says
+        score, own = task["scores"]["featcal"], task["scores"][f"expert {title}"]
+        shares = [as_score(share) for share in (score["accuracy"], score["accuracy_low"], score["accuracy_high"])]
+        said = "{} ({} to {}; expert {title} {})".format(*shares, as_score(own["accuracy"]), title=title)
+        assert f"featcal gives, of the {task['short_answers']} short answers of {title}: {said}." in first.stdout
 
     made = stamps(Path("out"))
     again = run(*words)
@@ -92,7 +101,7 @@ def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> No
     same = Path(shutil.copytree(models.base, "same"))
     said = run(*arguments(models, "sums", "strings", strings=same)).stdout
     assert "Next: leave same out, which is no better than the base model" in said
-    assert f"auto {models.base} {models.experts['sums']} -o FOLDER --calibration {models.calibration['sums']}" in said
+    assert f"auto {models.base} {models.experts['sums']} -o FOLDER --calibration={models.calibration['sums']}" in said
 
 
 def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,18 +125,24 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     Path("out/mine.txt").write_text("mine")
     assert "files that `auto` has not written" in run(*words, code=1).stderr
     with pytest.raises(SltaError, match="--calibration is given 2 times"):
-        auto.plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
+        auto.Plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
 
 
 # The plan and the verdict
 
 
 def test_models_without_prompts_answer_those_of_the_package() -> None:
-    planned = auto.plan("org/base", ["org/math", "org/code"], Path("out"))
-    assert [step.command[:2] for step in planned.answers] == [["ask", name] for name in planned.sources]
+    planned = auto.Plan("org/base", ["org/math", "org/code"], Path("out"))
+    assert [step.command[:2] for step in planned.answers.values()] == [["ask", name] for name in planned.sources]
     assert list(planned.sources) == ["org/math", "org/code", "org/base"]
     assert [*planned.merges] == ["featcal", "task_arithmetic-0.5", "actmat"]
-    assert [*auto.plan("org/base", ["org/math"], Path("out")).merges] == ["featcal", "task_arithmetic-0.5"]
+    assert [*auto.Plan("org/base", ["org/math"], Path("out")).merges] == ["featcal", "task_arithmetic-0.5"]
+
+
+def compared(points: dict[str, list[float]]) -> TaskComparison:
+    """A task with these points of the models, all of short answers."""
+    number = len(points["base model"])
+    return TaskComparison("model", number, number, number, 0, number, {}, points)
 
 
 def judged(keep: float = 1.0, task: float = 1.0) -> str:
@@ -136,11 +151,10 @@ def judged(keep: float = 1.0, task: float = 1.0) -> str:
     def points(share: float) -> list[float]:
         return [1.0] * round(100 * share) + [0.0] * round(100 * (1 - share))
 
-    shares = {"expert a": points(1), "base": points(0), "featcal": points(task), "task_arithmetic-0.5": points(0.1)}
-    of_base = shares | {"base": points(1), "featcal": points(keep), "expert a": points(0)}
-    counts = {"prompts": 100, "short_answers": 100}
-    scores = {"tasks": {"a": {"shares": shares, **counts}, "base model": {"shares": of_base, **counts}}}
-    return auto.verdict(scores, auto.plan("base", ["a"], Path("out"), ["a.jsonl", "b.jsonl"])).lines[-1]
+    own = {"expert a": points(1), "base model": points(0), "featcal": points(task), "task_arithmetic-0.5": points(0.1)}
+    of_base = own | {"base model": points(1), "featcal": points(keep), "expert a": points(0)}
+    tasks = {"a": compared(own), "base model": compared(of_base)}
+    return auto.verdict(tasks, auto.Plan("base", ["a"], Path("out"), ["a.jsonl", "b.jsonl"])).lines[-1]
 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
@@ -151,20 +165,17 @@ def test_the_next_step_follows_from_the_numbers() -> None:
 
 def test_no_expert_is_left_out_where_another_has_no_score() -> None:
     """Its title alone does not tell which of the models it is."""
-    points = {"base": [0.0, 1.0] * 20, "featcal": [0.0, 1.0] * 20}
-    tasks = {
-        name: {"shares": points | {f"expert {name}": points["base"]}, "prompts": 40, "short_answers": 40}
-        for name in ("b", "c")
-    }
+    points = {"base model": [0.0, 1.0] * 20, "featcal": [0.0, 1.0] * 20}
+    tasks = {name: compared(points | {f"expert {name}": points["base model"]}) for name in ("b", "c")}
     for experts in (["org/b", "org/c"], ["org/a", "org/b", "org/c"]):
-        said = auto.verdict({"tasks": tasks}, auto.plan("base", experts, Path("out"))).lines[-1]
+        said = auto.verdict(tasks, auto.Plan("base", experts, Path("out"))).lines[-1]
         assert ("leave b out" in said and "auto base org/c -o" in said) == (len(experts) == 2)
 
 
 def test_a_lead_is_of_paired_prompts() -> None:
     """Ten prompts of forty that only one model answers: 0.25, whose interval is Z sqrt(var / n)."""
     first, second = [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20
-    task = auto.Task("a", {"shares": {"one": first, "other": second}, "prompts": 40, "short_answers": 40})
-    ahead, error = auto.lead([task], "one", "other")
+    task = compared({"featcal": first, "base model": second})
+    ahead, error = auto.lead([task], "featcal", "base model")
     assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5, abs=IN_FLOAT64)
-    assert auto.lead([task, task], "one", "other")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)
+    assert auto.lead([task, task], "featcal", "base model")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)

@@ -127,7 +127,7 @@ def test_evaluate_is_a_gate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gains = {"base": 0.0, "expert math": 0.1, "out": kept}
+    gains = {"base model": 0.0, "expert math": 0.1, "out": kept}
     scores = {name: TaskScore(None, None, None, 0, 0, None, 0.0, gain, 1.0) for name, gain in gains.items()}
     comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores, {})}, unscored)
     monkeypatch.setattr("mergekit_slta.evaluation.evaluate.evaluate", lambda *arguments: comparison)
@@ -136,7 +136,7 @@ def test_evaluate_is_a_gate(
     assert ("gains most from more prompts" in said.stdout) == (kept == 0.8)
     below = "out keeps 0.80 of the gain in likelihood on math, less than 0.9."
     assert (below in said.stderr) == (at_least == 0.9 and kept is not None)
-    assert "base keeps" not in said.stderr and "expert math keeps" not in said.stderr
+    assert "base model keeps" not in said.stderr and "expert math keeps" not in said.stderr
 
 
 def test_without_a_terminal_progress_comes_in_lines(

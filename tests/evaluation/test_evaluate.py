@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
     found = evaluate(recipe_of(paired), outs, samples=4, quiet=True)
     merged = [str(out) for out in outs]  # beside the expert and the base model of these names
     assert list(found.tasks) == ["expert0", "expert1"]
-    models = dict(zip(("base", "expert expert0", "expert expert1"), paired.models(), strict=True))
+    models = dict(zip(("base model", "expert expert0", "expert expert1"), paired.models(), strict=True))
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     for index, task in enumerate(found.tasks.values()):
         samples = []
@@ -77,16 +78,19 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
             losses, likeliest, exact = zip(*reference(model, samples), strict=True)
             assert task.scores[name].loss == pytest.approx(sum(losses) / task.tokens, abs=state_rounding())
             assert task.scores[name].accuracy == sum(exact) / 4
+            assert task.mean(name) == pytest.approx(task.scores[name].token_accuracy, abs=IN_FLOAT64)  # too few
             right = [
                 sum(one == sample.token_ids[sample.begin + place] for place, one in enumerate(found[:-1]))
                 for sample, found in zip(samples, likeliest, strict=True)
             ]
             assert task.scores[name].token_accuracy == sum(right) / task.tokens
-        assert task.scores[merged[0]] == task.scores["expert expert1"] and task.scores[merged[1]] == task.scores["base"]
+        scores = [task.scores[name] for name in ("expert expert1", "base model")]
+        assert [task.scores[name] for name in merged] == scores
         loss = {name: score.loss for name, score in task.scores.items()}
-        gain = loss["base"] - loss[f"expert expert{index}"]
+        gain = loss["base model"] - loss[f"expert expert{index}"]
         kept = [
-            pytest.approx((loss["base"] - own) / gain, abs=IN_FLOAT64) if gain > 0 else None for own in loss.values()
+            pytest.approx((loss["base model"] - own) / gain, abs=IN_FLOAT64) if gain > 0 else None
+            for own in loss.values()
         ]
         assert [score.gain_kept for score in task.scores.values()] == kept
 
@@ -102,7 +106,7 @@ def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: F
     assert list(found.tasks) == ["expert0", "base model"]
     keep = found.tasks["base model"]
     base, expert, *merged = keep.scores.values()
-    assert base.loss == pytest.approx(whole["base"].loss, abs=state_rounding())
+    assert base.loss == pytest.approx(whole["base model"].loss, abs=state_rounding())
     assert expert.loss == merged[0].loss == pytest.approx(whole["expert expert0"].loss, abs=state_rounding())
     lost = expert.loss - base.loss
     kept = [0, 1, pytest.approx((expert.loss - merged[2].loss) / lost, abs=IN_FLOAT64)] if lost > 0 else [None] * 3
@@ -121,14 +125,16 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(
         return write_scripted(tmp_path / name, [BOS, *spelled(f"x\n{says}"), EOS if ends else spelled(".")[0]], None)
 
     pairs = [(letter, ANSWER if number % 3 else ANSWER.replace("1", "2")) for number, letter in enumerate("abcdefghi")]
+    of_base = [(letter, OTHER if letter < "w" else ANSWER) for letter in string.ascii_lowercase]
     records = [{"prompt": prompt, "completion": answer} for prompt, answer in pairs]
     sources = (
         write_jsonl(tmp_path / "a.jsonl", records),
-        write_jsonl(tmp_path / "b.jsonl", [{"prompt": letter, "completion": OTHER} for letter in "abcd"]),
+        write_jsonl(tmp_path / "b.jsonl", [{"prompt": prompt, "completion": answer} for prompt, answer in of_base]),
     )
     held_out = random.Random(0).sample(pairs, len(pairs))[1:]
     ones, twos = (sum(letter in answer for _, answer in held_out) for letter in "12")
     assert ones > 1 and twos > 1
+    others = sum(answer == OTHER for _, answer in random.Random(0).sample(of_base, len(of_base))[1:])
     base, expert = model("base", OTHER), model("expert", ANSWER)
     outs = [
         model("other", ANSWER.replace("1", "2")),
@@ -138,19 +144,21 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(
     content = families.recipe_of(base, {str(expert): sources[0], str(base): sources[1]}, samples=1, max_tokens=30)
     tasks = evaluate(content, outs, quiet=True).tasks
     task, keep = tasks["expert"], tasks["base model"]
-    assert (task.ended_answers, task.short_answers, keep.ended_answers, keep.short_answers) == (8, 8, 3, 3)
+    assert (task.ended_answers, task.short_answers, keep.ended_answers, keep.short_answers) == (8, 8, 25, others)
 
     def of(task: TaskComparison, name: str) -> tuple[float | None, int, int, float | None]:
         score = task.scores[name]
         return score.accuracy, score.lost, score.gained, score.ended
 
-    assert of(task, "base") == (0, ones, 0, 1)
+    assert of(task, "base model") == (0, ones, 0, 1)
     assert of(task, "expert expert") == (ones / 8, 0, 0, 1)
     assert of(task, "other") == (twos / 8, ones, twos, 1)
     assert of(task, "broken") == (0, ones, 0, 1)
     assert of(task, "endless") == (ones / 8, 0, 0, 0)
-    assert of(keep, "base") == (1, 0, 0, 1)
-    assert of(keep, "expert expert") == (0, 3, 0, 1)
+    assert of(keep, "base model") == (1, 0, 0, 1)
+    assert of(keep, "expert expert") == (0, others, 25 - others, 1)
+    # Of the base model's prompts, those count that it answers itself.
+    assert keep.points == {name: [keep.scores[name].accuracy] * others for name in keep.scores}
     # The last letter of the five others is wrong where the answer has the other number, and "a" is a letter of six.
     letters = {"expert expert": 6 * ones + 5 * twos, "other": 5 * ones + 6 * twos, "broken": 5 * ones + 4 * twos}
     assert {name: task.scores[name].token_accuracy for name in letters} == {
@@ -226,11 +234,11 @@ def compared(few: bool) -> Comparison:
     """Two tasks, of which the first has few short answers or enough."""
     return Comparison({
         "<b>math": TaskComparison("x/<b>math", 50, 50, 4 if few else 40, 2, 60, scores_of(
-            ("base", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
+            ("base model", 0.25, 0.0, 4.0), ("expert <b>math", 1.0, 1.0, 2.0), ("expert code", 0.0, -1.0, 6.0),
             ("a", 0.5, 0.5, 3.0), ("b", 0.0, -0.5, 5.0), changes=(2, 1), ended=0.5, width=None if few else 0.1,
         ), {}),
         "code": TaskComparison("x/code", 50, 40, 30, 0, 70, scores_of(
-            ("base", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
+            ("base model", 0.5, None, 2.0), ("expert <b>math", 0.0, None, 6.0), ("expert code", 0.2, None, 3.0),
             ("a", 1.0, None, 1.0), ("b", 1.0, None, 1.0), changes=(10, 0), width=0.0,
         ), {}),
     }, ("words",))  # fmt: skip
@@ -246,7 +254,7 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
         "a 0.75 12 1 0.50 (0.40–0.60) 1.00 (1.00–1.00)",
         "expert <b>math 0.50 12 1 1.00 (0.90–1.10) 0.00 (0.00–0.00)",
         "b 0.50 12 1 0.00 (−0.10–0.10) 1.00 (1.00–1.00)",
-        "base 0.38 12 1 0.25 (0.15–0.35) 0.50 (0.50–0.50)",
+        "base model 0.38 12 1 0.25 (0.15–0.35) 0.50 (0.50–0.50)",
         "expert code 0.10 12 1 0.00 (−0.10–0.10) 0.20 (0.20–0.20)",
     ]
     tokens = lines.index(header, answers)
@@ -294,15 +302,15 @@ def test_few_short_answers_rank_no_model_and_are_no_part_of_its_mean() -> None:
 
 
 def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> None:
-    rows: list[Row] = [("base", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
+    rows: list[Row] = [("base model", None, 0.0, 4.0), ("expert math", None, 1.0, 2.0), ("a", None, 0.5, 3.0)]
     found = Comparison({"math": TaskComparison("math", 5, 5, 0, 5, 60, scores_of(*rows, ended=1.0), {})})
-    assert list(found.ranking) == ["expert math", "a", "base"]
+    assert list(found.ranking) == ["expert math", "a", "base model"]
     assert "a 0.50 0.50" in [" ".join(line.split()) for line in str(found).splitlines()]
     assert "No accuracy on math: all answers have more than 32 tokens." in str(found)
     assert "Accuracy:" not in str(found) and "Ended:" not in str(found)
-    rows = [("base", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
+    rows = [("base model", None, None, 2.0), ("expert math", None, None, 4.0), ("a", None, None, 3.0)]
     idle = Comparison({"math": TaskComparison("math", 5, 5, 0, 0, 60, scores_of(*rows), {})})
-    assert list(idle.ranking) == ["base", "a", "expert math"]  # by likelihood
+    assert list(idle.ranking) == ["base model", "a", "expert math"]  # by likelihood
 
 
 def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paired: Family, tmp_path: Path) -> None:

@@ -164,6 +164,17 @@ def test_folders_that_are_there_are_no_names_on_the_hub(tmp_path: Path, monkeypa
         new_recipe("org/base", ["family/sums", "./family/sums"])
 
 
+def test_adapters_get_no_actmat_without_a_word_and_the_weights_that_served_them() -> None:
+    full, adapters = ["org/a", "org/b"], ["org/base+org/a", "org/base+org/b"]
+    assert "about as good as a weighted sum\n# (--method task_arithmetic --weight 0.6)" in new_recipe(
+        "org/base", adapters, "actmat"
+    )
+    assert "weighted sum" not in new_recipe("org/base", full, "actmat")
+    for experts, weight in ((full, 0.5), (adapters, 0.6)):
+        content = yaml.safe_load(new_recipe("org/base", experts, "task_arithmetic"))
+        assert [entry["parameters"]["weight"] for entry in content["models"]] == [weight] * 2
+
+
 @pytest.mark.parametrize("name", ["./a b/c: d", "./#x/y", "./'quoted'/x", "null", "./ünï/x"])
 def test_names_are_quoted_as_yaml_needs_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
