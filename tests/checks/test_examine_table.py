@@ -649,6 +649,7 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
+        (lambda c: c.of("bloom").use("featcal"), "No map corrects what earlier layers have missed in the layers 0"),
         (
             lambda c: c.use("actmat").adapt(c.lora("q_proj")),
             "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "

@@ -1,7 +1,7 @@
 """The model card after a merge by stock mergekit: what it tells, what it keeps, and what it must not tell."""
 
-import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from support.command import run
 from support.families import Family
 
 from mergekit_slta.data.sources import source_name
+from mergekit_slta.evaluation.evaluate import evaluate
 from mergekit_slta.output import card as module
 from mergekit_slta.output import manifest
 from mergekit_slta.output.card import INSTALL, SCORES
@@ -55,8 +56,9 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
     made = manifest.read(merged)
     assert made is not None and "transformers" in text.splitlines()[-1]
     assert f"\n{INSTALL}\nmergekit-yaml merged/mergekit_config.yml merged\n" in text
-    made = made.model_copy(update={"versions": made.versions | {"commit": "abc"}})
-    assert f"\n{INSTALL}@abc\n" in module._section(Recipe.load(merged / "mergekit_config.yml"), made, None)
+    made = made.model_copy(update={"versions": made.versions | {"commit": "abc"}, "uncorrected": (0, 2)})
+    section = module._section(Recipe.load(merged / "mergekit_config.yml"), made, None)
+    assert f"\n{INSTALL}@abc\n" in section and "have missed in the layers 0, 2.\n" in section
 
 
 def test_no_path_of_this_machine_gets_out(merged: Path, llama: Family) -> None:
@@ -71,16 +73,15 @@ def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_p
     out = Path(shutil.copytree(merged, tmp_path / "out"))
     recipe = Recipe.load(out / "mergekit_config.yml")
     assert SCORES not in module.merge_card(out, recipe)
-    run("evaluate", out / "mergekit_config.yml", out, "--json", tmp_path / "scores.json", "--quiet")
-    tasks = json.loads((tmp_path / "scores.json").read_text())["tasks"]
+    tasks = evaluate(out / "mergekit_config.yml", out, quiet=True).tasks
     made = manifest.read(out)
     assert made is not None and list(made.scores) == list(tasks)
     for name, task in tasks.items():
-        assert task["scores"]["out"].items() <= made.scores[name].items()
-        assert made.scores[name]["prompts"] == task["prompts"] > 0
+        counts = {"prompts": task.prompts, "short_answers": task.short_answers}
+        assert made.scores[name] == counts | asdict(task.scores["out"]) and task.prompts > 0
     text = module.merge_card(out, recipe)
     accuracy, gain = (as_score(made.scores["expert0"][of]) for of in ("accuracy", "gain_kept"))
-    assert f"| `expert0` | {tasks['expert0']['prompts']} | {accuracy} (0) | {gain} |" in text
+    assert f"| `expert0` | {tasks['expert0'].prompts} | {accuracy} (0) | {gain} |" in text
     (out / "README.md").write_text(text)
     assert module.merge_card(out, recipe) == text
 
