@@ -13,7 +13,7 @@ import json
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,13 +226,18 @@ def write_prompts(base: Path, folder: Path) -> None:
     mixes = {
         "text": texts,
         "instructions": [line for line in both if line not in texts],
-        "bare": [json.dumps({"messages": json.loads(line)["messages"][:1]}) for line in general],  # without answers
+        "bare": [json.dumps(_without_answer(json.loads(line))) for line in general],
         "mixed": [*both, *general[:GENERAL]],
         "all": [*general, *both, *map(json.dumps, pieces(load_tokenizer(base), TEXT_PIECE))],
     }
     for name, lines in mixes.items():
         if not (path := folder / f"{name}.jsonl").exists():
             path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def _without_answer(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of ``ask`` without its answer; one whose answer was cut off holds the rendered prompt."""
+    return {"messages": record["messages"][:1]} if "messages" in record else {"text": record["prompt"]}
 
 
 def write_self_written(base: Path, path: Path) -> None:
