@@ -280,4 +280,7 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
         return publish
     if weakest == BASE:
         return f"count the base model's prompts more: sed -i 's/weight: 1.0 /weight: 2.0 /' {recipe} {again}"
-    return f"calibrate with more prompts: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"
+    if general := [expert for expert in plan.experts if expert in plan.answers]:
+        answered = shlex.join(["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl"])
+        return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"
+    return f"calibrate with more prompts, of files with 100 or more: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"

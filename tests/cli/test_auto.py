@@ -145,7 +145,7 @@ def compared(points: dict[str, list[float]]) -> TaskComparison:
     return TaskComparison("model", number, number, number, 0, number, {}, points)
 
 
-def judged(keep: float = 1.0, task: float = 1.0) -> str:
+def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = ("a.jsonl", "b.jsonl")) -> str:
     """The next step where featcal gives these shares of a task's answers and of the base model's."""
 
     def points(share: float) -> list[float]:
@@ -154,13 +154,14 @@ def judged(keep: float = 1.0, task: float = 1.0) -> str:
     own = {"expert a": points(1), "base model": points(0), "featcal": points(task), "task_arithmetic-0.5": points(0.1)}
     of_base = own | {"base model": points(1), "featcal": points(keep), "expert a": points(0)}
     tasks = {"a": compared(own), "base model": compared(of_base)}
-    return auto.verdict(tasks, auto.Plan("base", ["a"], Path("out"), ["a.jsonl", "b.jsonl"])).lines[-1]
+    return auto.verdict(tasks, auto.Plan("base", ["a"], Path("out"), calibration)).lines[-1]
 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
     assert judged() == "Next: mergekit-slta publish out/merged/featcal ORG/NAME"
     assert "sed -i 's/weight: 1.0 /weight: 2.0 /' out/recipes/featcal.yml" in judged(keep=0.5)
     assert "sed -i 's/samples: 30 /samples: 60 /' out/recipes/featcal.yml" in judged(task=0.5)
+    assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())
 
 
 def test_no_expert_is_left_out_where_another_has_no_score() -> None:
