@@ -345,21 +345,20 @@ def _opened(path: str | Path, newline: str | None = None) -> TextIO:
 
 
 def _read_json(path: str) -> list[Record]:
+    records = list[Record]()
     with _opened(path) as file:
         is_list = next(filter(str.strip, file), "").lstrip().startswith("[")
         file.seek(0)
-        lines = enumerate([] if is_list else file, 1)
-        records = json.load(file) if is_list else [_json_in(line, number) for number, line in lines if line.strip()]
+        if is_list:
+            records = json.load(file)
+        for number, line in enumerate(() if is_list else file, 1):
+            try:
+                records += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
         raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one on each line or in a list")
     return records
-
-
-def _json_in(line: str, number: int) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
 
 
 def _read_text(path: str) -> list[Record]:

@@ -79,6 +79,9 @@ class Model:
     tensors: Headers  # of its checkpoint, by name
     folder: Path | None  # None for a model on the Hub that has not been downloaded
     trust_remote_code: bool  # mergekit's flag of that name
+    architecture: str  # the model's class as its configuration names it
+    prefix: str  # which checkpoints of the bare base model lack
+    vocabulary: Any  # how many token ids the model knows; None if it is no language model
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -92,24 +95,9 @@ class Model:
             LOG.warning("What needs the structure of %s is not checked: %s", self, error)
             return None
 
-    @property
-    def architecture(self) -> str:
-        """The model's class as its configuration names it."""
-        return str((self.config.architectures or [""])[0])
-
-    @property
-    def prefix(self) -> str:
-        """The prefix that checkpoints of the bare base model lack."""
-        return getattr(getattr(transformers, self.architecture, None), "base_model_prefix", "") or "model"
-
     def size(self, name: str) -> Any:
         """A size by the configuration of the language model, or of the only one."""
         return getattr(self.config.get_text_config(), name, None)
-
-    @property
-    def vocabulary(self) -> Any:
-        """How many token ids the model knows; None if it is no language model."""
-        return self.size("vocab_size")
 
     def layout(self, base: Model) -> Layout:
         """How its checkpoint stores the tensors of the base model."""
@@ -160,7 +148,10 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
             f"The config.json of {path} gives {layers} layers, more than the checkpoint has tensors ({len(tensors)}): "
             "get undamaged copies of its files."
         )
-    return Model(reference, config, tensors, folder, trust_remote_code)
+    architecture = (config.architectures or [""])[0]
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    prefix = getattr(getattr(transformers, architecture, None), "base_model_prefix", "") or "model"
+    return Model(reference, config, tensors, folder, trust_remote_code, architecture, prefix, vocabulary)
 
 
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
