@@ -316,16 +316,14 @@ def _write_recipe(
     **more: Any,
 ) -> str:
     """Write a plain recipe and return the option that mergekit-yaml needs to run it, if any."""
-    from mergekit.common import ModelReference
-
-    from mergekit_slta.models.adapters import adapter_option
+    from mergekit_slta.recipe.new import ADAPTER_OPTION
 
     used = (base, *solution.models)
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
     source = names.get(tokenizer_source, tokenizer_source)
     solution.save_recipe(file, models=models, tokenizer_source=source, **more)
-    option = adapter_option(ModelReference.parse(renamed.get(name, name)) for name in used)
+    option = ADAPTER_OPTION * any("+" in renamed.get(name, name) for name in used)
     return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
 
 

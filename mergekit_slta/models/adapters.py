@@ -69,11 +69,6 @@ def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | No
 # Merging
 
 
-def adapter_option(references: Iterable[ModelReference]) -> str:
-    """The option that a printed command needs for mergekit to merge these models, if one is an adapter."""
-    return " --lora-merge-cache ./adapters" if any(reference.lora for reference in references) else ""
-
-
 def in_recipes_type(options: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
     """mergekit's options by name, with the type to merge adapters in, unless they name one.
 

@@ -18,9 +18,9 @@ from mergekit_slta import files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset
 from mergekit_slta.errors import printable, reading
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
-from mergekit_slta.models.adapters import adapter_option
 from mergekit_slta.output import manifest
 from mergekit_slta.output.manifest import Manifest
+from mergekit_slta.recipe.new import ADAPTER_OPTION
 from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
@@ -101,7 +101,8 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
     commit = made.versions["commit"]
-    command = f"mergekit-yaml merged/{RECIPE_OF_MERGE} merged{adapter_option(recipe.references)}"
+    option = ADAPTER_OPTION * any(reference.lora for reference in recipe.references)
+    command = f"mergekit-yaml merged/{RECIPE_OF_MERGE} merged{option}"
     paragraphs += [
         "### Reproduce this merge",
         f"You need the models in the table{needed}. Download `{RECIPE_OF_MERGE}` and `{MANIFEST_OF_MERGE}` into a "

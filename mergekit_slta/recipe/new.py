@@ -24,7 +24,7 @@ METHODS = (*WITH_DATA, "actmat", "sftm", *OF_MERGEKIT)  # which the template kno
 
 # The base model's answers, as measured: it should not forget these topics, and longer answers take long on a CPU.
 _OF_BASE = "--topic instructions --topic chat --topic explaining --max-new-tokens 128"
-_CACHE = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
+ADAPTER_OPTION = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
 ADAPTERS = 1.2  # the sum of weights that served adapters in task_arithmetic
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[^/]+)?")
 
@@ -79,7 +79,7 @@ def new_recipe(
         base_file=answers[-1],
         of_base=_ask(base, answers[-1], True),
         report=report,
-        cache=_CACHE if any("+" in model for model in models) else "",
+        cache=ADAPTER_OPTION if any("+" in model for model in models) else "",
         of_adapters=f"{ADAPTERS / len(experts):.2g}",
     )
 
@@ -117,7 +117,7 @@ def ask_arguments(model: str, file: str, is_base: bool) -> list[str]:
 
 
 def _ask(model: str, file: str, is_base: bool) -> str:
-    return shlex.join(["mergekit-slta", *ask_arguments(model, file, is_base)]) + _CACHE * ("+" in model)
+    return shlex.join(["mergekit-slta", *ask_arguments(model, file, is_base)]) + ADAPTER_OPTION * ("+" in model)
 
 
 def require_sources(method: str, experts: int, sources: int) -> None:
