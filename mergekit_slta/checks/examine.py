@@ -162,13 +162,12 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(require_solvable, experiment)
     if not merging:
         return
-    every = [experiment.model(reference) for reference in recipe.references]
-    yield partial(models.complete_checkpoints, every, recipe.tokenizer_source is not None)
+    yield partial(models.complete_checkpoints, experiment.models, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
         yield partial(tokenizers.same_vocabulary, experiment, expert.reference)
     yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
-        yield partial(space.not_overwritten, every, out)
+        yield partial(space.not_overwritten, experiment.models, out)
     yield partial(space.room, experiment, out)
 
 
@@ -255,7 +254,7 @@ def _is_seen(experiment: Experiment, task: Task) -> bool:
 def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     recipe, settings = experiment.recipe, experiment.recipe.settings
     base, config = experiment.model(recipe.base), recipe.config
-    for _, expert in experiment.pairs:
+    for expert in experiment.models[1:]:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)
     if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
@@ -285,7 +284,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
     else:
-        yield from models.outside_the_model(base, [expert for _, expert in experiment.pairs])
+        yield from models.outside_the_model(*experiment.models)
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")

@@ -221,7 +221,7 @@ def promised_heads(model: Model) -> Iterator[str]:
         )
 
 
-def outside_the_model(base: Model, experts: Sequence[Model]) -> Iterator[str]:
+def outside_the_model(base: Model, *experts: Model) -> Iterator[str]:
     """The tensors outside the language model that not all checkpoints have."""
     layout = base.layout(base)
     if base.reference.lora is not None and layout.outside:

@@ -29,7 +29,7 @@ def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     if moved and experiment.recipe.settings.runs_experts:
         raise SltaError(f"{moved}, but this method gives both the same ids: choose experts with the same ids.")
     cut = experiment.options.unsafe_truncate_embeddings and model.vocabulary >= base.vocabulary
-    sizes = [] if cut else [f"The {clause}" for clause in other_vocabularies([(base, model)])]
+    sizes = [] if cut else [f"The {clause}" for clause in other_vocabularies(base, model)]
     if (moved or sizes) and experiment.recipe.tokenizer_source is None:
         raise SltaError(
             f"{moved or sizes[0]}: add 'tokenizer: {{source: base}}' to the recipe, so that mergekit aligns them."

@@ -252,9 +252,9 @@ class CalibrationSource:
     def control_tokens(self, prompts: Sequence[str]) -> Iterator[str]:
         """A sentence where somebody's words in prompts would become special tokens."""
         special = sorted(str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special)
-        said = [next((token for token in special if token in words), "") for words in prompts]
-        if first := next(filter(None, said), ""):
-            number = f"{len(said) - said.count('')} of {counted(len(said), 'prompt')}"
+        tokens = [next((token for token in special if token in words), "") for words in prompts]
+        if first := next(filter(None, tokens), ""):
+            number = f"{len(tokens) - tokens.count('')} of {counted(len(tokens), 'prompt')}"
             yield f"{number} say control tokens such as {first!r}, which the model takes for its own: remove them."
 
     def tokens(self, record: Record) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def require_solvable(experiment: Experiment) -> None:
     """Refuse, by an SltaError, layers that cannot be run one at a time, and vocabularies of different sizes."""
     groups_by_layer(experiment.decoder)
     fix = "use 'merge_method: slta', which keeps the base model's embeddings"
-    refuse(f"The {other}: {fix}." for other in other_vocabularies(experiment.pairs))
+    refuse(f"The {other}: {fix}." for other in other_vocabularies(*experiment.models))
 
 
 def head_to_solve(experiment: Experiment) -> LinearMap | None:

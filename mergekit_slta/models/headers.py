@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,12 +110,12 @@ class Model:
         return self.tensors[stored] if stored else None
 
 
-def other_vocabularies(pairs: Iterable[tuple[Model, Model]]) -> list[str]:
-    """One clause for each expert whose vocabulary size differs from its base model's."""
+def other_vocabularies(base: Model, *experts: Model) -> list[str]:
+    """One clause for each expert whose vocabulary size differs from the base model's."""
     return [
         f"expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
         f"{base.vocabulary}"
-        for base, expert in pairs
+        for expert in experts
         if expert.vocabulary != base.vocabulary
     ]
 

@@ -103,10 +103,9 @@ class Experiment:
         return self._models[reference]
 
     @property
-    def pairs(self) -> list[tuple[Model, Model]]:
-        """The base model with each expert; an SltaError if one cannot be opened."""
-        base = self.model(self.recipe.base)
-        return [(base, self.model(expert.reference)) for expert in self.recipe.experts]
+    def models(self) -> list[Model]:
+        """The base model, then the experts in the recipe's order; an SltaError if one cannot be opened."""
+        return list(map(self.model, self.recipe.references))
 
     @cached_property
     def base(self) -> Checkpoint:
@@ -173,7 +172,7 @@ class Experiment:
         """Refuse what is no level, and ``model`` where vocabularies or the models' tails let nobody compare logits."""
         require_levels(levels)
         if "model" in levels:
-            others = other_vocabularies(self.pairs)
+            others = other_vocabularies(*self.models)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
         if (problem := self.decoder.tail_problem) and "model" in levels:
             raise SltaError(problem)

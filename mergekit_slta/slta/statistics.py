@@ -221,7 +221,7 @@ class Statistics(Paragraphs):
             if not weights.isfinite().all():
                 raise SltaError(f"'alpha' must be a number, or {len(self.info.models)} numbers in the experts' order.")
             submodules[name] = solve(self.grams[name], self.task, **solved.settings, alpha=weights)
-        return replace(solved, submodules=submodules, given=True)
+        return replace(solved, submodules=submodules, by_user=True)
 
     def _task_weights(
         self, given: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat]
@@ -280,7 +280,7 @@ class Solution(Paragraphs):
     ridge: float
     task_weights: tuple[float, ...] | None
     keep_weight: float = 1.0
-    given: bool = False  # whether the weights come from the user, by ``Statistics.solution``
+    by_user: bool = False  # whether the weights come from the user, by ``Statistics.solution``
     draws: Mapping[str, torch.Tensor] | None = None  # [R, T] float64, the merging weights of R draws, by ``bootstrap``
 
     @property
@@ -366,7 +366,7 @@ class Solution(Paragraphs):
         count, start = whole_number("repeats", repeats), whole_number("seed", seed)
         if count < 2:
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
-        if self.given:
+        if self.by_user:
             raise SltaError(
                 "These merging weights were given, not solved, so the prompts lend them no standard errors."
             )
@@ -453,7 +453,7 @@ class Solution(Paragraphs):
     def notes(self) -> list[str]:
         """Sentences on the submodules whose samples do not determine every weight that was solved."""
         count, notes = len(self.submodules), list[str]()
-        if self.given:
+        if self.by_user:
             return notes
         if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
             notes.append(
@@ -530,7 +530,7 @@ class Solution(Paragraphs):
             solved += f", task weights {':'.join(map(str, self.task_weights))}"
         lines = [
             f"The merging weights were given, for level {self.level}."
-            if self.given
+            if self.by_user
             else f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.",
             f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}; base model {info.base_model}.",
         ]
