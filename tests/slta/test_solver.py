@@ -120,31 +120,31 @@ def with_base_task(experts: int = EXPERTS) -> tuple[reference.Deltas, torch.Tens
     return deltas, torch.tensor([1 + row % 4 for row in range(len(deltas.task))])
 
 
+def dense_with_base(
+    deltas: reference.Deltas, tokens: torch.Tensor, drawn: Sequence[int], balance: bool, weight: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merging weights by least squares on drawn samples, and the base model's rows, in the scale of all samples."""
+    own, kept = ([row for row in drawn if (deltas.task[row] < EXPERTS) == expert] for expert in (True, False))
+    experts = reference.Deltas([deltas.samples[row] for row in own], [deltas.task[row] for row in own])
+    design, target = reference.stacked(experts, balance)
+    per_token = torch.stack([found.square().sum(1).mean() for found in deltas.samples]) / tokens
+    sizes = torch.stack([per_token[tasks(deltas) == task].mean() for task in range(EXPERTS)])
+    scale = weight * sizes.log().mean().neg().exp() / len(kept)
+    scale = scale if balance else scale * design.square().sum() / EXPERTS**2
+    base = torch.cat([(scale / tokens[row]).sqrt() * deltas.samples[row].T for row in kept])
+    wanted = torch.cat([target, torch.zeros(len(base)).double()])
+    return torch.linalg.lstsq(torch.cat([design, base]), wanted).solution, base
+
+
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("weight", [0.3, 2.0])
 def test_the_base_models_prompts_are_rows_whose_target_is_no_change(balance: bool, weight: float) -> None:
     deltas, tokens = with_base_task()
     solution = solve(deltas.grams(), tasks(deltas), tokens=tokens, balance=balance, keep_weight=weight)
-    own, count = [i for i, task in enumerate(deltas.task) if task < EXPERTS], deltas.task.count(EXPERTS)
-    experts = reference.Deltas([deltas.samples[i] for i in own], [deltas.task[i] for i in own])
-    design, target = reference.stacked(experts, balance)
-    per_token = [found.square().sum(1).mean() / n for found, n in zip(deltas.samples, tokens, strict=True)]
-    sizes = [torch.stack([per_token[i] for i in own if deltas.task[i] == task]).mean() for task in range(EXPERTS)]
-    scale = weight * torch.stack(sizes).log().mean().neg().exp() / count
-    scale = scale if balance else scale * design.square().sum() / EXPERTS**2
-    kept = [(scale / n).sqrt() * found.T for found, n, task in rows_of(deltas, tokens) if task == EXPERTS]
-    base = torch.cat(kept)
-    expected = torch.linalg.lstsq(
-        torch.cat([design, base]), torch.cat([target, torch.zeros(len(base)).double()])
-    ).solution
+    expected, base = dense_with_base(deltas, tokens, range(len(tokens)), balance, weight)
     assert close(solution.alpha, expected)
-    assert solution.kept_base == pytest.approx(
-        float(1 - (base @ expected).square().sum() / base.square().sum(0).mean()), rel=SOLVED_IN_FLOAT64
-    )
-
-
-def rows_of(deltas: reference.Deltas, tokens: torch.Tensor) -> list[tuple[torch.Tensor, int, int]]:
-    return list(zip(deltas.samples, tokens.tolist(), deltas.task, strict=True))
+    kept = float(1 - (base @ expected).square().sum() / base.square().sum(0).mean())
+    assert solution.kept_base == pytest.approx(kept, rel=SOLVED_IN_FLOAT64)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -168,18 +168,14 @@ def test_an_expert_that_only_the_base_models_prompts_show_is_not_measured() -> N
     assert close(solve(deltas.grams(), tasks(deltas), tokens=tokens).alpha, solution.alpha)
 
 
-def test_the_bootstrap_draws_the_base_models_prompts_and_keeps_their_scale() -> None:
+@pytest.mark.parametrize("balance", [True, False])
+def test_the_bootstrap_draws_the_base_models_prompts_and_keeps_their_scale(balance: bool) -> None:
     deltas, tokens = with_base_task()
-    grams, task = deltas.grams(), tasks(deltas)
-    counts = bootstrap_counts(task, 5, seed=3)
-    found = bootstrap(grams, task, 5, seed=3, tokens=tokens, keep_weight=2.0)
-    for drawn, alpha in zip(counts, found, strict=True):
-        means = solver.task_means(grams, task, True, drawn)
-        kept = task == EXPERTS
-        of_base = (drawn[kept, None, None] * grams[kept] / tokens[kept, None, None]).mean(0)
-        scale = solver.base_changes(grams, task, tokens) / (grams[kept] / tokens[kept, None, None]).mean(0)
-        expected = torch.linalg.solve(means.sum(0) + 2 * scale * of_base, means.diagonal(dim1=0, dim2=2).sum(1))
-        assert close(alpha, expected)
+    counts = bootstrap_counts(tasks(deltas), 5, seed=3).long()
+    settings: dict[str, Any] = {"tokens": tokens, "balance": balance, "keep_weight": 2.0}
+    for drawn, alpha in zip(counts, bootstrap(deltas.grams(), tasks(deltas), 5, seed=3, **settings), strict=True):
+        rows = torch.arange(len(tokens)).repeat_interleave(drawn).tolist()
+        assert close(alpha, dense_with_base(deltas, tokens, rows, balance, 2.0)[0])
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
