@@ -194,11 +194,12 @@ def template_fields(template: str) -> list[str]:
         raise SltaError(
             f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
         ) from error
-    unknown = any(not _FIELD.fullmatch(name) or "{" in (form or "") for name, form in named)
+    # A width of five digits or more would fill the memory.
+    unknown = any(not _FIELD.fullmatch(name) or re.search(r"{|\d{5}", form or "") for name, form in named)
     if not named or unknown:
         raise SltaError(
             f"The template {template!r} must name fields of a row, each as '{{field}}', '{{field[key]}}' for a part "
-            "of a field, or '{field:format}'."
+            "of a field, or '{field:format}' with a width below 10000."
         )
     return [name.split("[")[0] for name, _ in named]
 

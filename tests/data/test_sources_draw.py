@@ -345,6 +345,7 @@ def test_test_data_of_another_source_are_described_and_scored_only_with_whole_an
         ({"q": "a"}, "{q:d}", ["'{q:d}'"]),
         *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q", "{}", "{0}", "no field", "{q.__class__}")),
         *(({"q": "a"}, wrong, [repr(wrong)]) for wrong in ("{q[0].__doc__}", "{q:{q.__class__}}")),
+        *(({"q": "a"}, wide, [repr(wide), "below 10000"]) for wide in ("{q:>20000000}", "{q:.20000000f}", "{q:10000}")),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_in_words(
