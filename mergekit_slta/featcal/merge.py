@@ -196,9 +196,9 @@ class _FeatureMerge(LayerMethod[Tensors]):
         }
 
     def base_errors(self, weights: Weights, streams: Streams) -> torch.Tensor:
-        """How far the base model's layer is from that of each task's own model, on the task's first batch, [T].
+        """How far the base model's layer is from that of each task's own model, on a batch of each process, [T].
 
-        That is a yardstick for the merge. All batches would take a tenth of the time of a merge.
+        It is the task's first, with its longest prompts. All batches would take a tenth of the time of a merge.
         """
         firsts = {batch.task: number for number, batch in reversed([*enumerate(streams.batches)])}
         if streams.layer == 0:

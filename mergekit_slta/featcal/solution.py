@@ -167,7 +167,7 @@ class SolvedModel:
         """The errors [layers, 2, tasks] of the merged and the base model's layer outputs, and each layer's ridges.
 
         An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's; of the
-        base model, over those of the first batch.
+        base model, over those of each process's first batch.
         """
         errors, ridges = [], []
         for layer in range(len(self.decoder)):
