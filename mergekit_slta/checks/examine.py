@@ -173,13 +173,10 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
 
 def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
     """Check a recipe for a measurement and download its models; all processes wait until each has checked it."""
-    experiment = (ranks or Ranks()).together(lambda: Experiment(recipe, ranks=ranks, **options))
-
-    def checked() -> None:
+    with (ranks or Ranks()).one_refusal():
+        experiment = Experiment(recipe, ranks=ranks, **options)
         experiment.recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
         examine(experiment, merging=False)
-
-    experiment.ranks.together(checked)
     experiment.open()
     return experiment
 

@@ -17,7 +17,6 @@ from mergekit_slta.engine.streams import fitting_batch, waiting_bytes
 from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.featcal.merge import HEAD_ELEMENTS, waiting
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.headers import ADAPTER_CONFIG, Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
@@ -86,7 +85,7 @@ def _disk(experiment: Experiment) -> Disk:
 def _solved(decoder: Decoder) -> int:
     """The bytes of the layers and of the head that ``featcal`` solves."""
     tensors = [tensor for layer in decoder.layers for tensor in layer.state_dict().values()]
-    if head := output_head(decoder):
+    if head := decoder.head:
         tensors.append(decoder.model.state_dict()[head.weight])
     return NUMBER * sum(tensor.numel() for tensor in tensors)
 
@@ -115,7 +114,7 @@ def _running(experiment: Experiment) -> int:
     batch = max(batch_bytes(decoder, tasks, hidden=20, inner=10), NUMBER * solving)
     inside = layers * (models + 1) // models + max(NUMBER * anchor, NUMBER * sums + batch)
     # The embeddings of all models and their mean; or the heads, of which a part is solved.
-    head = min(edge // NUMBER, HEAD_ELEMENTS) if output_head(decoder) else 0
+    head = min(edge // NUMBER, HEAD_ELEMENTS) if decoder.head else 0
     features = batch_bytes(decoder, tasks, hidden=3 * head // hidden_size(decoder) ** 2, inner=0)
     ends = max((models + 1) * edge, models * edge + 4 * NUMBER * head + features)
     return max(

@@ -218,7 +218,8 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
     path = stats.expanduser()
     merge_options = applied(options)
     with joined() as ranks, interruptible("resumes after the finished layers"):
-        loaded = ranks.together(lambda: Recipe.load(recipe).with_statistics(str(path), *levels[:1]))
+        with ranks.one_refusal():
+            loaded = Recipe.load(recipe).with_statistics(str(path), *levels[:1])
         experiment = sound_experiment(loaded, ranks, **merge_options)
         if (method := loaded.config.merge_method) != "slta" and ranks.first and not experiment.quiet:
             click.echo(f"Note: this measures slta's merging weights; the recipe's method is {method}.", err=True)
@@ -448,7 +449,9 @@ def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None
 
     merge_options = applied(options)
     with joined() as ranks:
-        folder = merge_models(ranks.together(lambda: Recipe.load(recipe)), out, **merge_options)
+        with ranks.one_refusal():
+            loaded = Recipe.load(recipe)
+        folder = merge_models(loaded, out, **merge_options)
     if ranks.first:
         _show(None, as_json({"out": str(folder), "manifest": manifest.read(folder)}), json_file)
 

@@ -19,8 +19,8 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -45,13 +45,12 @@ from mergekit_slta.engine.streams import (
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
-from mergekit_slta.models.checkpoint import Checkpoint, Weights
+from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 from mergekit_slta.tables import as_size
 
 LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Tensors = Mapping[str, torch.Tensor]
 # Called with the number of this process's samples that have passed another step.
 Progress = Callable[[int], object]
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
@@ -72,11 +71,11 @@ class LayerMethod(ABC, Generic[Result]):
         """For each hidden-state stream, the model that embeds the samples of each task."""
 
     @abstractmethod
-    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Run a layer on every batch, and set its output on every stream; called again after memory ran out.
 
         Args:
-            weights: the layer's tensors of each model.
+            tensors: the layer's tensors of each model.
             streams: the hidden states before the layer.
 
         Returns:
@@ -88,7 +87,7 @@ class LayerMethod(ABC, Generic[Result]):
         return {}
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
+        self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Set the output of a finished layer on every stream, from the tensors ``stored`` in the layer's file."""
         raise NotImplementedError("a method whose layers are written repeats them")
@@ -160,78 +159,64 @@ def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, r
     """The loop, with at most ``positions`` token positions at once."""
     decoder, ranks = method.decoder, method.ranks
     layers = range(len(decoder))
-    finished: set[int] = set()
+    finished: set[int | None] = set()
     if partial is not None:
         finished = partial.finished([method.shapes(layer) for layer in layers])
         ranks.require_equal(len(finished), partial.folder)
     batches = decoder_batches(decoder, method.tasks, positions, ranks)
     streams = Streams(decoder, method.sources(), batches)
-    with ThreadPoolExecutor(1) as thread:
-        reader = Reader(decoder, method.models, thread)
+    with contextlib.closing(read_layers(decoder, method.models)) as read:
         for layer in layers:
-            # The weights get no name here, so that they are freed before the next layer's are made.
+            # The tensors get no name here, so that they are freed before the next layer's are read.
             if partial is not None and layer in finished:
-                method.repeat_layer(layer, reader.take(layer), partial.load(layer), streams, report)
+                method.repeat_layer(layer, next(read), partial.load(layer), streams, report)
             else:
-                tensors = method.take_layer(layer, reader.take(layer), streams, report)
+                tensors = method.take_layer(layer, next(read), streams, report)
                 if partial is not None and ranks.first:
                     partial.finish(layer, tensors)
             streams.layer += 1
     return method.finish(streams, report)
 
 
-class Reader:
-    """Reads one layer of each model after the other; one thread reads the next layer meanwhile.
+def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[list[dict[str, torch.Tensor]], None, None]:
+    """The tensors of one layer of each model after the other, float32 on the decoder's device.
 
-    On a GPU the thread copies the layer there, in its checkpoint's dtype. On another device it has the system read the
-    layer into its file cache, which takes no memory of the process.
+    A thread reads the next layer meanwhile. On a GPU it copies the layer there, in its checkpoint's dtype; on another
+    device it has the system read the layer into its file cache, which takes no memory of the process. Tensors of a
+    mixture's routed experts are read whenever they are used, unless a GPU has memory for all experts of one layer.
+
+    Raises:
+        SltaError: a tensor is missing, or holds NaN or Inf, or the model's files have changed.
     """
+    on_gpu = decoder.device.type == "cuda"
+    stream = torch.cuda.Stream(decoder.device) if on_gpu else None
 
-    def __init__(self, decoder: Decoder, models: Sequence[Checkpoint], thread: Executor) -> None:
-        self._decoder = decoder
-        self._models = models
-        self._thread = thread
-        on_gpu = decoder.device.type == "cuda"
-        self._target = decoder.device if on_gpu else torch.device("cpu")
-        self._stream = torch.cuda.Stream(decoder.device) if on_gpu else None
-        self._ahead: Future[list[dict[str, torch.Tensor]]] | None = self._thread.submit(self._fetch, 0)
+    def fetch(layer: int) -> tuple[dict[str, torch.Size], list[dict[str, torch.Tensor]]]:
+        """The shapes of what is read when it is used; of each model all else, as it is stored."""
+        stacks = {key: tensor.shape for key, tensor in routed_tensors(decoder.layers[layer]).items()}
+        nbytes = 4 * (len(models) + 1) * sum(map(math.prod, stacks.values()))
+        if takes_little(decoder.device, nbytes, share=1 / 4):
+            stacks = {}
+        names = {key: name for key, name in decoder.layer_tensors[layer].items() if key not in stacks}
+        target = decoder.device if on_gpu else "cpu"
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            fetched = [model.fetch(names, decoder.model, target) for model in models]
+        if stream is not None:
+            stream.synchronize()
+        return stacks, fetched
 
-    def take(self, layer: int) -> list[dict[str, torch.Tensor]]:
-        """The tensors of a layer of each model, float32 on the decoder's device; layers are taken in their order.
-
-        Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf, or the model's files have changed.
-        """
-        assert self._ahead is not None, "no layer follows the last one"
-        names, stacks = self._decoder.layer_tensors(layer), self._stacks(layer)
-        built, device = self._decoder.model, self._decoder.device
-        weights = [
-            model.read(names, built, device, fetched, stacks)
-            for model, fetched in zip(self._models, self._ahead.result(), strict=True)
-        ]
-        more = layer + 1 < len(self._decoder)
-        # The last layer's tensors must not wait in memory beside the output head.
-        self._ahead = self._thread.submit(self._fetch, layer + 1) if more else None
-        return weights
-
-    def _fetch(self, layer: int) -> list[dict[str, torch.Tensor]]:
-        """A layer's tensors of each model as they are stored, without those that are read when they are used."""
-        stacks = self._stacks(layer)
-        names = {key: name for key, name in self._decoder.layer_tensors(layer).items() if key not in stacks}
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            fetched = [model.fetch(names, self._decoder.model, self._target) for model in self._models]
-        if self._stream is not None:
-            self._stream.synchronize()
-        return fetched
-
-    def _stacks(self, layer: int) -> dict[str, torch.Size]:
-        """The shapes of a layer's tensors of routed experts, each of which is read whenever it is used.
-
-        None are, where a GPU has memory for all experts of one layer.
-        """
-        stacks = {name: tensor.shape for name, tensor in routed_tensors(self._decoder.layers[layer]).items()}
-        nbytes = 4 * (len(self._models) + 1) * sum(map(math.prod, stacks.values()))
-        return {} if takes_little(self._decoder.device, nbytes, share=1 / 4) else stacks
+    with ThreadPoolExecutor(1) as thread:
+        ahead = [thread.submit(fetch, 0)]
+        for layer, names in enumerate(decoder.layer_tensors):
+            stacks, fetched = ahead.pop().result()
+            pairs = zip(models, fetched, strict=True)
+            tensors = [model.read(names, decoder.model, decoder.device, of_model, stacks) for model, of_model in pairs]
+            # What has been fetched must not wait beside the layer, nor the last layer beside the output head.
+            del fetched, pairs
+            if layer + 1 < len(decoder):
+                ahead.append(thread.submit(fetch, layer + 1))
+            yield tensors
+            del tensors
 
 
 # What is shown meanwhile

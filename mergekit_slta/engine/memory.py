@@ -31,7 +31,7 @@ def layer_bytes(decoder: Decoder) -> int:
             len(state[name]) and state[name].numel() // (len(state[name]) if name in stacks else 1) for name in state
         )
 
-    return NUMBER * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind())
+    return NUMBER * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind)
 
 
 def edge_bytes(decoder: Decoder) -> int:
@@ -42,7 +42,7 @@ def edge_bytes(decoder: Decoder) -> int:
 
 def map_shapes(decoder: Decoder) -> set[tuple[int, int]]:
     """The shapes (out, in) of the linear maps of all layers."""
-    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind()]
+    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind]
     pairs = ((m, state) for layer in layers for state in [layer.state_dict()] for m in linear_maps(layer))
     return {(rows, columns) for m, state in pairs for rows, columns in [m.matrix(state).shape]}
 

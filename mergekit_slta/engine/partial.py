@@ -51,8 +51,23 @@ class Partial:
         Raises:
             SltaError: another process uses the folder, or it holds files of something else.
         """
-        ranks.together(self._create)  # by each rank, which may have a disk of its own
-        ranks.together(lambda: self._take() if ranks.first else None)
+        with ranks.one_refusal():  # each rank may have a disk of its own
+            # In this order: another process may begin between them.
+            odd, run = _odd_entry(self.folder), run_of(self.folder)
+            if run is None and odd:
+                raise SltaError(
+                    f"{self.folder} holds {odd}, which no unfinished run writes: name another file or folder."
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if ranks.first:
+                try:
+                    self._lock.acquire()
+                except filelock.Timeout:
+                    raise MachineError(
+                        f"Another process or thread is working in {self.folder}: wait until it has ended."
+                    ) from None
+                except (OSError, NotImplementedError):  # some file systems have no locks
+                    LOG.debug("%s cannot be locked", self.folder, exc_info=True)
         try:
             yield
         finally:
@@ -60,22 +75,6 @@ class Partial:
                 (self.folder / LOCK).unlink(missing_ok=True)
                 _remove_empty(self._made)
             self._lock.release()
-
-    def _create(self) -> None:
-        odd, run = _odd_entry(self.folder), run_of(self.folder)  # in this order: another process may begin between them
-        if run is None and odd:
-            raise SltaError(f"{self.folder} holds {odd}, which no unfinished run writes: name another file or folder.")
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def _take(self) -> None:
-        try:
-            self._lock.acquire()
-        except filelock.Timeout:
-            raise MachineError(
-                f"Another process or thread is working in {self.folder}: wait until it has ended."
-            ) from None
-        except (OSError, NotImplementedError):  # some file systems have no locks
-            LOG.debug("%s cannot be locked", self.folder, exc_info=True)
 
     def begin(self, run: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
@@ -85,26 +84,27 @@ class Partial:
         Raises:
             SltaError: the folder is another run's.
         """
-        ranks.together(lambda: self._begin(run, replace) if ranks.first else None)
-        if ranks.first and not quiet and (done := len([*self.folder.glob("layer-*.safetensors")])):
-            click.echo(f"The first {counted(done, 'layer')} of this run {'are' if done > 1 else 'is'} done.", err=True)
-
-    def _begin(self, run: Mapping[str, object], replace: bool) -> None:
-        known, run = run_of(self.folder), json.loads(json.dumps(run))
-        if known is not None and (changed := [key for key in run if known.get(key) != run[key]]):
-            if not replace:
+        with ranks.one_refusal():
+            known, run = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(run))
+            changed = [] if known is None else [key for key in run if known.get(key) != run[key]]
+            if changed and not replace:
                 raise SltaError(
                     f"{self.folder} belongs to another measurement (different {', '.join(changed)}): finish that "
                     "measurement, or delete the folder."
                 )
-            if any(self.folder.glob("*.safetensors")):
-                LOG.warning(
-                    "The layers of another merge (different %s) in %s were deleted.", ", ".join(changed), self.folder
-                )
-            self._delete_layers()
-        if not (self.folder / RUN).exists():
-            with _written(self.folder / RUN) as beside:
-                beside.write_text(json.dumps(run, sort_keys=True, indent=1))
+            if changed:
+                if any(self.folder.glob("*.safetensors")):
+                    LOG.warning(
+                        "The layers of another merge (different %s) in %s were deleted.",
+                        ", ".join(changed),
+                        self.folder,
+                    )
+                self._delete_layers()
+            if ranks.first and not (self.folder / RUN).exists():
+                with _written(self.folder / RUN) as beside:
+                    beside.write_text(json.dumps(run, sort_keys=True, indent=1))
+        if ranks.first and not quiet and (done := len([*self.folder.glob("layer-*.safetensors")])):
+            click.echo(f"The first {counted(done, 'layer')} of this run {'are' if done > 1 else 'is'} done.", err=True)
 
     def _delete_layers(self) -> None:
         """Delete the layers, then ``run.json``, which says whose they are."""
@@ -120,13 +120,10 @@ class Partial:
                 shutil.rmtree(self.folder, ignore_errors=True)
         _remove_empty(self._made[1:])
 
-    def finished(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> set[int]:
-        """The finished layers, given for each layer the shapes that its file must hold."""
-        return {layer for layer, wanted in enumerate(shapes) if _holds(self.file(layer), wanted)}
-
-    def is_complete(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> bool:
-        """Whether all layers are finished, and the tensors outside them too."""
-        return len(self.finished(shapes)) == len(shapes) and _holds(self.file(None), {})
+    def finished(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> set[int | None]:
+        """The finished layers, given for each the shapes that its file must hold; None for what lies outside them."""
+        wanted: dict[int | None, Mapping[str, Sequence[int]]] = {**dict(enumerate(shapes)), None: {}}
+        return {layer for layer, of_layer in wanted.items() if _holds(self.file(layer), of_layer)}
 
     def load(self, layer: int) -> dict[str, torch.Tensor]:
         """The tensors of a finished layer."""

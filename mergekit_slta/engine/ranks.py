@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import click
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.layout import silenced
 
-Result = TypeVar("Result")
 PATIENCE = timedelta(days=1)  # while one rank merges adapters; torchrun itself ends all of them when one has failed
 
 
@@ -57,8 +55,9 @@ class Ranks:
         if len(set(self.gather(number))) > 1:
             raise SltaError(f"The processes see different files in {place}: name a folder that all of them share.")
 
-    def together(self, work: Callable[[], Result]) -> Result:
-        """Do the same work on every rank, and end all if one refuses; the first that refuses prints its reason.
+    @contextlib.contextmanager
+    def one_refusal(self) -> Iterator[None]:
+        """Within the block every rank does the same; at its end all end if one refuses, and the first prints why.
 
         Raises:
             click.ClickException: the refusal of a single process.
@@ -66,7 +65,7 @@ class Ranks:
         """
         refusal = None
         try:
-            result = work()
+            yield
         except click.ClickException as error:
             if self.count == 1:
                 raise
@@ -77,7 +76,6 @@ class Ranks:
                 refusal.show()
             self.wait()  # torchrun ends the others as soon as one has ended
             raise click.exceptions.Exit(1)
-        return result
 
     def wait(self) -> None:
         if self.count > 1:

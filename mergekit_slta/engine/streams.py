@@ -16,10 +16,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.layers.calls import embed, embedding_tensors, made_up_edges
+from mergekit_slta.layers.calls import embed, made_up_edges
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, State
 from mergekit_slta.layers.maps import routed_tensors
-from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.models.checkpoint import Tensors
 
 CPU_BATCH_TOKENS = 2048
 # Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.
@@ -45,11 +45,6 @@ class Batch:
     rows: tuple[int, ...]  # the samples' rows in the statistics, ``B`` in all
     token_ids: torch.Tensor  # [B, S] int64
     lengths: tuple[int, ...]  # the samples' numbers of tokens
-
-    @property
-    def samples(self) -> torch.Tensor:
-        """The row [n] of each token's sample, without those of the padding."""
-        return torch.tensor(self.rows).repeat_interleave(torch.tensor(self.lengths))
 
     def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tokens' values [n] without padding, from those [S] of every row."""
@@ -100,7 +95,7 @@ def fitting_batch(decoder: Decoder) -> int:
     """The number of token positions in a batch, while memory lasts."""
     if decoder.device.type != "cpu":
         return GPU_BATCH_TOKENS
-    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind()]
+    layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind]
     if any(map(routed_tensors, layers)):  # whose experts are read again for every batch
         return CPU_BATCH_TOKENS
     widest = max(max(tensor.shape) for layer in layers for tensor in layer.state_dict().values() if tensor.ndim > 1)
@@ -124,31 +119,27 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
         return False
     if decoder.form.state or not decoder.form.causal:
         return True
+    edges = made_up_edges(decoder)
+
+    def numbers(length: int) -> list[torch.Tensor]:
+        """The tensors in the layers' calls that are neither masks, which may be larger than needed, nor indices."""
+        calls = embed(decoder, torch.zeros(1, length, dtype=torch.int64), edges)[1]
+        leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return [tensor for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()]
+
     # Frequencies that depend on the length change at some length. Comparing the longest sample with the second
-    # longest and the shortest shows whether that length lies between them.
-    return any(_length_matters(decoder, short, ordered[-1]) for short in {ordered[0], ordered[-2]})
-
-
-def _length_matters(decoder: Decoder, short: int, long: int) -> bool:
-    """Whether the calls of the layers differ where a short and a long sample have the same tokens."""
-    token_ids, edges = torch.zeros(1, long, dtype=torch.int64), made_up_edges(decoder)
-    shorter, longer = (_numbers(embed(decoder, token_ids[:, :length], edges)[1]) for length in (short, long))
-    return len(shorter) != len(longer) or not all(map(_is_prefix, shorter, longer))
-
-
-def _numbers(calls: Sequence[LayerCall]) -> list[torch.Tensor]:
-    """The tensors in the calls that are neither masks, which may be missing or larger than needed, nor indices."""
-    leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
-    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return [tensor for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()]
-
-
-def _is_prefix(short: torch.Tensor, long: torch.Tensor) -> bool:
-    """Whether a tensor equals the beginning of another one in each dimension."""
-    if short.ndim != long.ndim:
-        return False
-    long = long[tuple(map(slice, short.shape))]
-    return short.shape == long.shape and torch.allclose(short, long, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE)
+    # longest and the shortest shows whether that length lies between them: where both have the same tokens.
+    longest = numbers(ordered[-1])
+    for short in {ordered[0], ordered[-2]}:
+        shorter = numbers(short)
+        if [tensor.ndim for tensor in shorter] != [tensor.ndim for tensor in longest]:
+            return True
+        for one, whole in zip(shorter, longest, strict=True):
+            same = whole[tuple(map(slice, one.shape))]
+            if same.shape != one.shape or not torch.allclose(one, same, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE):
+                return True
+    return False
 
 
 class Source(Protocol):
@@ -206,6 +197,7 @@ class Streams:
     def __init__(self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch]) -> None:
         self.decoder = decoder
         self.batches = batches
+        self.tokens = sum(sum(batch.lengths) for batch in batches)  # of this process, without those of the padding
         self.layer = 0  # the index of the next layer
         positions = sum(batch.token_ids.numel() for batch in batches)
         width = decoder.model.config.get_text_config().hidden_size
@@ -216,17 +208,12 @@ class Streams:
         masks: list[torch.Tensor] = []
         for stream, models in enumerate(sources):
             for model in dict.fromkeys(models):
-                edges = read_edges(decoder, model, embedding_tensors(decoder))
+                edges = read_edges(decoder, model, decoder.embed_tensors)
                 for number, batch in enumerate(self.batches):
                     if models[batch.task] is model:
                         hidden, calls = embed(decoder, batch.token_ids, edges)
                         calls = with_shared_masks(calls, masks)
                         self._waiting[stream, number] = _Waiting(self.set_aside(hidden), calls)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens this process has, without those of the padding."""
-        return sum(sum(batch.lengths) for batch in self.batches)
 
     def batches_of(self, task: int) -> Iterator[tuple[int, Batch]]:
         """This process's batches of one task, with their numbers."""
@@ -252,10 +239,10 @@ class Streams:
         self,
         stream: int,
         number: int,
-        weights: Weights,
+        tensors: Tensors,
         *,
         until: str | None = None,
-        capture: Collection[str] = (),
+        inputs_of: Collection[str] = (),
         resumable: Collection[str] = (),
     ) -> LayerRun:
         """Run the next layer on a batch of a stream, to its end, which sets its output, or as far as a module.
@@ -263,22 +250,22 @@ class Streams:
         Args:
             stream: the stream.
             number: the batch's number.
-            weights: the layer's tensors. Those of modules that have returned something since the layer began are not
+            tensors: the layer's tensors. Those of modules that have returned something since the layer began are not
                 used again.
             until: the module at whose call the run ends.
-            capture: the modules whose inputs are recorded, beside that one.
+            inputs_of: the modules whose inputs are recorded, beside that one.
             resumable: children of the layer, and modules in them, whose outputs are recorded, and wait for the layer's
                 next run; those in a child are deleted when the child has returned.
         """
         waiting = self._waiting[stream, number]
         run = self.decoder.run(
             self.layer,
-            weights,
+            tensors,
             self.hidden(stream, number),
             self.call(stream, number),
             until=until,
-            capture=capture,
-            keep=resumable,
+            inputs_of=inputs_of,
+            outputs_of=resumable,
             replay=waiting.returned,
         )
         # A child that is replayed hands nothing on again.
@@ -292,9 +279,11 @@ class Streams:
         complete = {name for name in run.outputs if name in resumable and "." not in name}
         for name, output in run.outputs.items():
             inside_complete = name not in complete and name.partition(".")[0] in complete
-            if name in resumable and not inside_complete and self._has_room(_nbytes(output)):
+            total, device = self._returned_bytes + _nbytes(output), self.decoder.device
+            fits = takes_little(device, total, share=1 / 8) if device.type == "cuda" else total <= RETURNED
+            if name in resumable and not inside_complete and fits:
                 waiting.returned[name] = output
-                self._returned_bytes += _nbytes(output)
+                self._returned_bytes = total
         return run
 
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
@@ -307,11 +296,6 @@ class Streams:
     def set_aside(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of all samples where it waits: on a GPU that has memory for the hidden states, else on the host."""
         return tensor.to(self._place)
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Whether what modules have returned may take so many more bytes."""
-        device, total = self.decoder.device, self._returned_bytes + nbytes
-        return takes_little(device, total, share=1 / 8) if device.type == "cuda" else total <= RETURNED
 
 
 def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> list[LayerCall]:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, layer_bar, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, layer_bar, pass_layers
 from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, hidden_size, layer_bytes
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges, waiting_bytes
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import logit_tensors, logits
+from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.checkpoint import Checkpoint, Weights
+from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
 LOGIT_POSITIONS = 1024
@@ -107,14 +107,14 @@ class _Scoring(LayerMethod[dict[int, Score]]):
     def sources(self) -> Sequence[Sequence[Source]]:
         return [[self.models[0]] * len(self.tasks)]
 
-    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, weights: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         for number, batch in enumerate(streams.batches):
             streams.run_layer(0, number, weights[0])
             report(len(batch.rows))
         return {}
 
     def finish(self, streams: Streams, report: Progress) -> dict[int, Score]:
-        edges = read_edges(self.decoder, self.models[0], logit_tensors(self.decoder))
+        edges = read_edges(self.decoder, self.models[0], self.decoder.logit_tensors)
         samples = [sample for group in self.groups for sample in group]
         scores: dict[int, Score] = {}
         for number, batch in enumerate(streams.batches):

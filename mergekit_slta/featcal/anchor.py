@@ -12,7 +12,7 @@ from mergekit_slta.actmat.covariance import covariance, merged_task
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.roles import MAPS, Role, tensor_roles
-from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Weights
+from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
 
@@ -37,10 +37,10 @@ class ActmatAnchor(Blend):
         self.counts = [1.0] * (len(models) - 1) + [kappa] * bool(kappa)
         self._layout = models[0].layout(decoder.model)
         roles = tensor_roles(decoder.model)
-        names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors(layer).values()]
+        names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors[layer].values()]
         self._maps = {name: roles[name] for name in names if roles.get(name) in MAPS}
 
-    def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
+    def of(self, names: Mapping[str, str], tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """The anchor's tensors, from those that have been read; see ``Blend.of``."""
         others = [{key: tensor for key, tensor in model.items() if names[key] not in self._maps} for model in tensors]
         solved = {
@@ -50,22 +50,20 @@ class ActmatAnchor(Blend):
         }
         return {**tensors[0], **super().of(names, others), **solved}
 
-    def _merged(self, name: str, models: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A map's tensor, or the experts' of a mixture one by one, because a GPU may not hold them all."""
-        base = models[0]
-        if base.ndim == 2 or not self._layout.in_parts(name):
-            return self._of_stored(name, None, models)
+    def _merged(self, name: str, models: Sequence[torch.Tensor], expert: int | None = None) -> torch.Tensor:
+        """A map's tensor, or the part of a mixture's expert, from the solutions of its stored matrices.
 
-        def part(expert: int) -> torch.Tensor:
-            return self._of_stored(name, expert, [model[expert] for model in models])
+        The experts of a mixture are solved one by one, because a GPU may not hold them all.
+        """
+        base, pieces = models[0], self._layout.pieces_of(name, expert)
+        if expert is None and base.ndim > 2 and self._layout.in_parts(name):
 
-        if isinstance(base, ExpertStack):
-            return ExpertStack(base.shape, base.device, part)
-        return torch.stack([part(expert) for expert in range(len(base))])
+            def part(number: int) -> torch.Tensor:
+                return self._merged(name, [model[number] for model in models], number)
 
-    def _of_stored(self, name: str, expert: int | None, models: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A map's tensor, or the part of a mixture's expert, from the solutions of its stored matrices."""
-        pieces = self._layout.pieces_of(name, expert)
+            if isinstance(base, ExpertStack):
+                return ExpertStack(base.shape, base.device, part)
+            return torch.stack([part(number) for number in range(len(base))])
         if len(pieces) == 1 or len(pieces[0].targets) > 1:
             return self._solved(self._maps[name], models)
 
@@ -79,7 +77,7 @@ class ActmatAnchor(Blend):
         tasks = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
         return base + merged_task(role, tasks, self._ridge, self.counts).to(base.dtype)
 
-    def prior(self, maps: Sequence[LinearMap], base: Weights, owners: Sequence[Weights]) -> torch.Tensor | None:
+    def prior(self, maps: Sequence[LinearMap], base: Tensors, owners: Sequence[Tensors]) -> torch.Tensor | None:
         """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
 
         Args:

@@ -56,7 +56,7 @@ class LayerMaps:
 @functools.lru_cache(maxsize=1)
 def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
     """The groups of every layer; layers of the same kind are traced once."""
-    of_kind = {layer: find_groups(decoder, layer) for layer in decoder.one_of_each_kind()}
+    of_kind = {layer: find_groups(decoder, layer) for layer in decoder.one_of_each_kind}
     return tuple(of_kind[first] for first in decoder.first_of_kind)
 
 
@@ -67,12 +67,12 @@ def uncorrected(decoder: Decoder) -> list[int]:
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
-    built, names = decoder.layers[layer], decoder.layer_tensors(layer)
+    built, names = decoder.layers[layer], decoder.layer_tensors[layer]
     by_module: dict[str, list[LinearMap]] = {}
     for linear_map in linear_maps(built):
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
-        run = decoder.run(layer, *made_up_layer(decoder, layer), capture=by_module, keep=by_module)
+        run = decoder.run(layer, *made_up_layer(decoder, layer), inputs_of=by_module, outputs_of=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
     unsolved = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(built)}
@@ -104,7 +104,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     writers = {
         module: writer
         for module, writer in writers.items()
-        if module in modules and writer.before.keys() <= known_sources
+        if module in modules and writer.stream.keys() <= known_sources
     }
     return LayerMaps(tuple(groups), unsolved, writers)
 
@@ -120,32 +120,27 @@ def in_words(unsolved: Mapping[str, str]) -> str:
 def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, run: LayerRun) -> str:
     """Why the maps of a module, which the layer calls, cannot be solved; empty if they can."""
     module = maps[0].module
-    given = run.inputs[module]
-    if _is_router(maps[0], child, layer):
+    inputs = run.inputs[module]
+    rows, columns = maps[0].matrix(layer.state_dict()).shape
+    experts = {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
+    if maps[0].expert is None and rows in experts:  # one row for each expert of a mixture beside it
         return "that choose a mixture's routed experts"
     if run.repeated & {child, module}:
         return "called more than once"
     tokens = run.output.shape[:2]
     if is_fused(layer.get_submodule(module)):
-        return "" if _tells_routes(given, len({m.expert for m in maps}), tokens.numel()) else NO_ROUTES
-    returned, (rows, columns) = run.outputs[module], maps[0].matrix(layer.state_dict()).shape
-    if not isinstance(given[0], torch.Tensor) or not isinstance(returned, torch.Tensor):
+        return "" if _tells_routes(inputs, len({m.expert for m in maps}), tokens.numel()) else NO_ROUTES
+    returned = run.outputs[module]
+    if not isinstance(inputs[0], torch.Tensor) or not isinstance(returned, torch.Tensor):
         return "in a module that does more than multiply"
-    if (given[0].shape[-1], returned.shape[-1]) != (columns, rows):  # a matrix of several blocks, each of its own input
+    # It may be a matrix of blocks, each of another input.
+    if (inputs[0].shape[-1], returned.shape[-1]) != (columns, rows):
         return "in a module that does more than multiply"
-    return SOME_TOKENS if takes_some_tokens(module, given[0], tokens) else ""
+    return SOME_TOKENS if takes_some_tokens(module, inputs[0], tokens) else ""
 
 
-def _tells_routes(given: tuple[Any, ...], experts: int, tokens: int) -> bool:
+def _tells_routes(inputs: tuple[Any, ...], experts: int, tokens: int) -> bool:
     """Whether a fused mixture's module is called in one of the two ways that ``routed_inputs`` knows."""
-    if len(given) == 1:
-        return bool(given[0].shape[:-1].numel() == experts * tokens)
-    return isinstance(given[1], torch.Tensor) and not given[1].is_floating_point()
-
-
-def _is_router(linear_map: LinearMap, child: str, layer: torch.nn.Module) -> bool:
-    """Whether a map decides to which experts of a mixture a token goes: it has one row for each expert beside it."""
-    if linear_map.expert is not None:
-        return False
-    rows = layer.state_dict()[linear_map.weight].shape[1 if linear_map.transposed else 0]
-    return rows in {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
+    if len(inputs) == 1:
+        return bool(inputs[0].shape[:-1].numel() == experts * tokens)
+    return isinstance(inputs[1], torch.Tensor) and not inputs[1].is_floating_point()

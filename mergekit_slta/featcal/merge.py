@@ -50,17 +50,17 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression
-from mergekit_slta.layers.calls import head_input, tail_tensors
+from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
-from mergekit_slta.models.checkpoint import ExpertStack, Weights, stack_of
+from mergekit_slta.models.checkpoint import ExpertStack, Tensors, stack_of
 
 LOG = logging.getLogger(__name__)
 MERGED, EXPERT = range(2)  # the streams
@@ -147,7 +147,7 @@ def waiting(decoder: Decoder, tokens: int) -> int:
 def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
     """The shapes of the tensors that a layer's file holds, by the model's names."""
     state = decoder.layers[layer].state_dict()
-    return {name: state[key].shape for key, name in decoder.layer_tensors(layer).items()}
+    return {name: state[key].shape for key, name in decoder.layer_tensors[layer].items()}
 
 
 @dataclass
@@ -163,9 +163,11 @@ class _FeatureMerge(LayerMethod[Tensors]):
     def __post_init__(self) -> None:
         self.owners = self.owners_of(self.models)
         self.stage = "embeddings"
-        # Each sample's place among its task's, ordered by their tokens: the order of a draw chooses no ridge.
-        orders = [sorted(enumerate(samples), key=lambda sample: [*sample[1]]) for samples in self.tasks]
-        self.places = torch.cat([torch.tensor([row for row, _ in order]).argsort() for order in orders])
+        # Of each token its sample's place among its task's, by their tokens: the order of a draw chooses no ridge.
+        self.places: list[torch.Tensor] = []
+        for samples in self.tasks:
+            ordered = sorted(range(len(samples)), key=lambda row: [*samples[row]])
+            self.places += [torch.full((len(row),), ordered.index(number)) for number, row in enumerate(samples)]
         self.maps = groups_by_layer(self.decoder)
         for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
@@ -181,21 +183,27 @@ class _FeatureMerge(LayerMethod[Tensors]):
         """The streams of the merged model and of each task's own model."""
         return [[self.anchor] * len(self.tasks), self.owners]
 
-    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
-        at_hand = _Layer(self, layer, weights, streams)
-        for group in at_hand.maps.groups:
+        solution = _Layer(self, layer, tensors, streams)
+        for group in self.maps[layer].groups:
             self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
-            at_hand.solve(group, report)
-        errors, names = at_hand.finish(), self.decoder.layer_tensors(layer)
-        errors = torch.stack([errors, self.base_errors(weights[0], streams)])
+            if group.fused:
+                solution.solve_routed(group, report)
+            else:
+                tasks = [solution.tokens_of(group, task, report) for task in range(len(self.owners))]
+                solution.solve(group.maps, tasks, streams.tokens)
+        names = self.decoder.layer_tensors[layer]
+        errors = torch.stack([solution.finish(), self.base_errors(tensors[0], streams)])
+        if solution.unsolved:
+            LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, ", ".join(solution.unsolved))
         return {
-            **{names[key]: tensor for key, tensor in {**at_hand.merged, **at_hand.stacks}.items()},
+            **{names[key]: tensor for key, tensor in {**solution.merged, **solution.stacks}.items()},
             LAYER_ERRORS: errors,
-            LAYER_RIDGES: torch.tensor(at_hand.ridges, dtype=torch.float64),
+            LAYER_RIDGES: torch.tensor(solution.ridges, dtype=torch.float64),
         }
 
-    def base_errors(self, weights: Weights, streams: Streams) -> torch.Tensor:
+    def base_errors(self, tensors: Tensors, streams: Streams) -> torch.Tensor:
         """How far the base model's layer is from that of each task's own model, on a batch of each process, [T].
 
         It is the task's first, with its longest prompts. All batches would take a tenth of the time of a merge.
@@ -207,7 +215,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
             )
         self.base.layer, sums = streams.layer, torch.zeros(2, len(self.tasks), dtype=torch.float64)
         for at, number in enumerate(firsts.values()):
-            output = self.base.run_layer(0, at, weights).output
+            output = self.base.run_layer(0, at, tensors).output
             add_errors(sums, self.base.batches[at], output, streams.hidden(EXPERT, number))
         self.ranks.sum(sums)
         return sums[0] / sums[1]
@@ -233,23 +241,23 @@ class _FeatureMerge(LayerMethod[Tensors]):
 
     def of_tokens(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
-        return self.places[batch.samples], batch.join(self.token_weights)
+        return batch.join(self.places), batch.join(self.token_weights)
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of the tensors that the layer's file holds, by the model's names."""
         return layer_shapes(self.decoder, layer)
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
+        self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
-        names, owners = self.decoder.layer_tensors(layer), self.owners_of(weights)
-        merged = {key: _placed(stored[name], weights[0][key]) for key, name in names.items()}
+        names, owners = self.decoder.layer_tensors[layer], self.owners_of(tensors)
+        merged = {key: _placed(stored[name], tensors[0][key]) for key, name in names.items()}
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, owners[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
-        self.base_errors(weights[0], streams)
+        self.base_errors(tensors[0], streams)
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names, solved without a prior; none if it stays the anchor's."""
@@ -257,18 +265,18 @@ class _FeatureMerge(LayerMethod[Tensors]):
         if head is None:
             return {}
         self.stage = "output head"
-        names, tail = [name for name in (head.weight, head.bias) if name], tail_tensors(decoder)
+        names, tail = [name for name in (head.weight, head.bias) if name], decoder.tail_tensors
         # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
         solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}
         merged_tail = read_edges(decoder, self.anchor, tail)
         owned = [(read_edges(decoder, owner, names), read_edges(decoder, owner, tail)) for owner in self.owners]
         matrix, ridge = head.matrix(solved), self.ridge
         rows, columns = matrix.shape
-        step = max(1, HEAD_ELEMENTS // columns)
+        step, samples = max(1, HEAD_ELEMENTS // columns), sum(len(batch.rows) for batch in streams.batches)
         for start in range(0, rows, step):
-            part = slice(start, start + step)
+            part = slice(start, min(start + step, rows))
             tasks = (
-                self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams, report)
+                self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams)
                 for task, (tensors, owner_tail) in enumerate(owned)
             )
             change = self.regression(matrix[part], tasks, ridge, streams.tokens).solve()
@@ -280,11 +288,11 @@ class _FeatureMerge(LayerMethod[Tensors]):
             if head.bias is not None:
                 biases = torch.stack([tensors[head.bias][part] for tensors, _ in owned])
                 solved[head.bias][part] = change.offset(solved[head.bias][part], biases)
-            report = _untold  # the samples count once
+            report(samples * part.stop // rows - samples * start // rows)
         return solved
 
     def _head_tokens(
-        self, task: int, matrix: torch.Tensor, tails: tuple[Weights, Weights], streams: Streams, report: Progress
+        self, task: int, matrix: torch.Tensor, tails: tuple[Tensors, Tensors], streams: Streams
     ) -> Iterator[Tokens]:
         """The head's inputs in the merged model, and what the task's model's head, ``matrix``, makes of its own.
 
@@ -296,7 +304,6 @@ class _FeatureMerge(LayerMethod[Tensors]):
                 for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
             )
             yield inputs, owner_inputs @ matrix.T, *self.of_tokens(batch)
-            report(len(batch.rows))
 
 
 def add_errors(sums: torch.Tensor, batch: Batch, features: torch.Tensor, owners: torch.Tensor) -> None:
@@ -305,10 +312,6 @@ def add_errors(sums: torch.Tensor, batch: Batch, features: torch.Tensor, owners:
     norms = owners.norm(dim=1)  # zero where an embedding is: such a token has no relative error
     sums[0, batch.task] += float(((features - owners).norm(dim=1) / norms)[norms > 0].sum())
     sums[1, batch.task] += int((norms > 0).sum())
-
-
-def _untold(samples: int) -> None:
-    """Progress that nobody is told."""
 
 
 class _Layer:
@@ -321,35 +324,26 @@ class _Layer:
     Args:
         merge: the merge.
         layer: the layer's index.
-        weights: the layer's tensors of the base model and of the experts.
+        tensors: the layer's, of the base model and of the experts.
         streams: what waits before this layer.
     """
 
-    def __init__(self, merge: _FeatureMerge, layer: int, weights: Sequence[Weights], streams: Streams) -> None:
+    def __init__(self, merge: _FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
         self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
-        self.base, self.owners = weights[0], merge.owners_of(weights)
-        anchor = merge.anchor.of(merge.decoder.layer_tensors(layer), weights)
+        self.base, self.owners = tensors[0], merge.owners_of(tensors)
+        anchor = merge.anchor.of(merge.decoder.layer_tensors[layer], tensors)
         # The matrices of a mixture's experts that are read when they are used: written one by one.
         stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
         self.stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
         # The layer's tensors; the anchor's where nothing is solved yet, or ever.
         self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
         self.ridges: list[float] = []  # that groups were solved with
-        self._unsolved: list[str] = []  # why maps of the group at hand stay the anchor's
+        self.unsolved: list[str] = []  # maps that stay the anchor's, and why
         groups = self.maps.groups
+        # By the module at which a group begins, that of the group after it.
+        self._next = {group.module: after.module for group, after in pairwise(groups)}
         self._mixtures = {group.module for group in groups if group.fused}
         self._resumable = {name for group in groups for name in (group.child, *group.modules)}
-
-    def solve(self, group: MapGroup, report: Progress) -> None:
-        """Solve the first unsolved group; the layer runs inside ``regression``. ``report`` is told the samples used."""
-        if group.fused:
-            self._solve_routed(group, report)
-        else:
-            tasks = [self._tokens(group, task, report) for task in range(len(self.owners))]
-            self._solve(group.maps, tasks, self.streams.tokens)
-        if self._unsolved:
-            LOG.warning("Layer %d: %s are merged as by actmat, not solved", self.layer, ", ".join(self._unsolved))
-            self._unsolved = []
 
     def finish(self) -> torch.Tensor:
         """Set the layer's outputs on both streams; returns the mean relative error by task [T]."""
@@ -361,25 +355,25 @@ class _Layer:
         self.merge.ranks.sum(sums)
         return sums[0] / sums[1]
 
-    def _tokens(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
+    def tokens_of(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
         """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
         for number, batch in self.streams.batches_of(task):
             hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
-            merged, expert = self._run_both(number, group)
-            streams = [{INPUT: own, **run.outputs} for own, run in zip(hidden, (merged, expert), strict=True)]
-            outputs, (places, weights) = [], self.merge.of_tokens(batch)
+            merged, expert = self._run(MERGED, number, group), self._run(EXPERT, number, group)
+            streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, expert), strict=True)]
+            outputs, (places, token_weights) = [], self.merge.of_tokens(batch)
             for linear_map in group.maps:
                 output, offset = batch.unpadded(expert.outputs[linear_map.module]), linear_map.offset(self.owners[task])
                 if (writer := self.maps.writers.get(linear_map.module)) is not None:
                     drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
                     if writer.norm is not None:
                         factors, counts = _before_norm(output, batch.unpadded(expert.outputs[writer.norm]))
-                        weights = weights.to(counts.device) * counts
+                        token_weights = token_weights.to(counts.device) * counts
                     if drift is not None:
                         output = output + DRIFT * factors * batch.unpadded(drift)
                 outputs.append(output if offset is None else output - offset)
             inputs = batch.unpadded(merged.inputs[group.module][0])
-            yield inputs, torch.cat(outputs, 1), places, weights
+            yield inputs, torch.cat(outputs, 1), places, token_weights
             report(len(batch.rows))
 
     def _drift(self, writer: Writer, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
@@ -396,12 +390,12 @@ class _Layer:
         """
         parts = [
             factor / writer.factor * (hidden_of(expert[source]) - hidden_of(merged[source]))
-            for source, factor in writer.before.items()
+            for source, factor in writer.stream.items()
             if source != INPUT or self.layer
         ]
         return functools.reduce(torch.add, parts) if parts else None
 
-    def _solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
+    def solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
         names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
@@ -409,33 +403,29 @@ class _Layer:
         prior = self.merge.anchor.prior(maps, self.base, self.owners)
         regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
         if expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
-            self._unsolved.append(f"{names} ({regression.tokens} tokens)")
+            self.unsolved.append(f"{names} ({regression.tokens} tokens)")
             return
         change = regression.solve()
         LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
         if change.ridge is None:
-            self._unsolved.append(f"{names} (their inputs are not finite)")
+            self.unsolved.append(f"{names} (their inputs are not finite)")
             return
         self.ridges.append(change.ridge)
         end = 0
         for linear_map in maps:
             rows = slice(end, end + len(linear_map.matrix(self.base)))
             end = rows.stop
-            matrix = linear_map.stored((near[rows] + change.matrix[rows]).to(near.dtype))
-            self._put(linear_map.weight, expert, matrix)
+            solved = {linear_map.weight: linear_map.stored((near[rows] + change.matrix[rows]).to(near.dtype))}
             biases = [linear_map.offset(tensors) for tensors in (self.merged, *self.owners)]
-            if (bias := biases[0]) is not None:
-                offset = change.offset(bias, torch.stack(biases[1:]), rows)  # type: ignore[arg-type]
-                self._put(str(linear_map.bias), expert, offset)
+            if linear_map.bias is not None and (bias := biases[0]) is not None:
+                solved[linear_map.bias] = change.offset(bias, torch.stack(biases[1:]), rows)  # type: ignore[arg-type]
+            for key, tensor in solved.items():
+                if expert is None:
+                    self.merged[key] = tensor
+                else:
+                    self.stacks.get(key, self.merged[key])[expert] = tensor
 
-    def _put(self, name: str, expert: int | None, tensor: torch.Tensor) -> None:
-        """Put a tensor of the layer in place, or the part of a mixture's expert."""
-        if expert is None:
-            self.merged[name] = tensor
-        else:
-            self.stacks.get(name, self.merged[name])[expert] = tensor
-
-    def _solve_routed(self, group: MapGroup, report: Progress) -> None:
+    def solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
         numbers = sorted({m.expert for m in group.maps if m.expert is not None})
         routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
@@ -443,7 +433,7 @@ class _Layer:
             positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
             merged, expert = (
                 routed_inputs(run.inputs[group.module], len(numbers), positions)
-                for run in self._run_both(number, group)
+                for run in (self._run(MERGED, number, group), self._run(EXPERT, number, group))
             )
             both = merged, _at_places_of(merged, expert)
             routed.append(tree_map_only(torch.Tensor, self.streams.set_aside, both))
@@ -473,37 +463,39 @@ class _Layer:
             inputs, expert_inputs, tokens = (
                 part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
             )
-            device, (places, weights) = self.merge.decoder.device, self.merge.of_tokens(batch)
-            yield inputs.to(device), expert_inputs.to(device), places[tokens], weights[tokens]
+            device, (places, token_weights) = self.merge.decoder.device, self.merge.of_tokens(batch)
+            yield inputs.to(device), expert_inputs.to(device), places[tokens], token_weights[tokens]
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""
         tasks = [
-            [(x, y @ linear_map.matrix(owner).T, samples, weights) for x, y, samples, weights in tokens]
+            [(x, y @ linear_map.matrix(owner).T, samples, token_weights) for x, y, samples, token_weights in tokens]
             for tokens, owner in zip(reaching, self.owners, strict=True)
         ]
-        self._solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
+        self.solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
 
-    def _run(self, stream: int, number: int, until: str | None = None) -> LayerRun:
-        """Run one side on a batch, as far as a module or to the end, which sets its output."""
-        weights = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
-        how: dict[str, Any] = {"until": until, "capture": self._mixtures, "resumable": self._resumable}
-        return self.streams.run_layer(stream, number, weights, **how)
+    def _run(self, stream: int, number: int, group: MapGroup | None = None) -> LayerRun:
+        """Run one side on a batch: the merged one as far as a group, the owner's as far as the group after it.
 
-    def _run_both(self, number: int, group: MapGroup) -> tuple[LayerRun, LayerRun]:
-        """Run the merged side on a batch as far as a group, and the owner's as far as the group after it."""
-        after = self.maps.groups[self.maps.groups.index(group) + 1 :]
-        return self._run(MERGED, number, group.module), self._run(EXPERT, number, after[0].module if after else None)
+        Without a group, or one after it, a side runs to its end, which sets its output.
+        """
+        until = None
+        if group is not None:
+            until = group.module if stream == MERGED else self._next.get(group.module)
+        tensors = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
+        return self.streams.run_layer(
+            stream, number, tensors, until=until, inputs_of=self._mixtures, resumable=self._resumable
+        )
 
 
-def _before_norm(given: torch.Tensor, returned: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _before_norm(inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What turns a change of a norm's output into one of its input [n, D], and how much such a change counts [n].
 
     Args:
-        given: to the norm [n, D].
-        returned: by it [n, D].
+        inputs: of the norm [n, D].
+        outputs: of it [n, D].
     """
-    factors = torch.where(given == 0, 0.0, returned / given)
+    factors = torch.where(inputs == 0, 0.0, outputs / inputs)
     squares = factors.square()
     usual = squares.median(1, keepdim=True).values
     return factors / (squares + NORM_HOLD * usual).clamp_min(torch.finfo(squares.dtype).tiny), usual[:, 0]

@@ -6,7 +6,7 @@ r = y - W_n x against the map W_n that the solution stays near, tasks t with wei
 
     sum_t s_t sum_x w_x |D x - r|^2 + ridge * trace(D H D^T),     s_t = c_t / n_t,   n_t = |sum_x w_x x x^T|_F
 
-where c_t says how much the task counts: 1, or the keep weight for the base model's.
+where c_t says how much the task counts: 1, or kappa for the base model's.
 
 With A = sum_t s_t sum_x w_x x x^T and C = sum_t s_t sum_x w_x r x^T, that is D = C (A + ridge H)^-1. (To sum y x^T and
 to subtract W_n A would save products, but lose digits where A is ill-conditioned.) H [d_in, d_in] says how strongly
@@ -94,7 +94,7 @@ class Sums:
 
 
 class RidgeRegression:
-    """A regression whose tokens are added task by task; it keeps sums over them or, if they are few, the tokens.
+    """A regression whose tokens are added task by task; it holds sums over them or, if they are few, the tokens.
 
     Args:
         near: W_n [d_out, d_in]; the sums are on its device.
@@ -121,7 +121,9 @@ class RidgeRegression:
         combined, halves, size = PREDICTED if ridge is None else 0, 2 if ridge is None else 1, inputs
         if self._few:
             size = 0
-        self._combinations = random_combinations(outputs, combined).to(PRECISION).to(device)
+        draw = torch.Generator().manual_seed(0)  # the same at every call
+        combinations = torch.randn(outputs, combined, generator=draw, dtype=torch.float64)
+        self._combinations = combinations.to(PRECISION).to(device)
         shapes = [
             (inputs,),
             (outputs,),
@@ -142,16 +144,18 @@ class RidgeRegression:
         self._halved = ridge is None  # whether each task has samples in both halves
         self.tokens = 0  # that all processes have added
 
-    def add(self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
+    def add(
+        self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, token_weights: torch.Tensor
+    ) -> None:
         """Add tokens of the current task.
 
         Args:
             inputs: [n, d_in].
             targets: [n, d_out].
             samples: the number of each token's sample [n], whose last bit says which half it is in.
-            weights: w_x [n], each token's weight.
+            token_weights: w_x [n].
         """
-        task, roots = self._task, weights.to(inputs.device, PRECISION).sqrt()[:, None]
+        task, roots = self._task, token_weights.to(inputs.device, PRECISION).sqrt()[:, None]
         inputs, halves = inputs.to(PRECISION), samples.to(inputs.device) % len(task.tokens)
         residuals = torch.addmm(targets.to(PRECISION), inputs, self._near.T, alpha=-1).mul_(roots)
         inputs = inputs * roots
@@ -288,12 +292,12 @@ class _TokenEquations:
     def error_left_out(self, ridge: float) -> float:
         """The squared error of each half's solution on the other half."""
         error = 0.0
-        for own, other, held in zip(self._halves, self._halves[::-1], self._strengths[1:], strict=True):
-            system = _plus(self._products[own[:, None], own], ridge * held)
-            solution = times_inverse(self._combined[own].T, system)
+        for half, other, held in zip(self._halves, self._halves[::-1], self._strengths[1:], strict=True):
+            system = _plus(self._products[half[:, None], half], ridge * held)
+            solution = times_inverse(self._combined[half].T, system)
             if solution is None:
                 return torch.inf
-            error += float((solution @ self._products[own[:, None], other] - self._combined[other].T).square().sum())
+            error += float((solution @ self._products[half[:, None], other] - self._combined[other].T).square().sum())
         return error
 
 
@@ -336,12 +340,6 @@ def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(diagonal, dtype=torch.bool)
     low, rest = divmod(9 * (len(used) - 1), 10)  # not torch.quantile, which newer versions compute in float64
     return diagonal <= DECISIVE * used[low].lerp(used[low + (rest > 0)], rest / 10)
-
-
-def random_combinations(outputs: int, count: int) -> torch.Tensor:
-    """Random combinations [d_out, count] of the outputs, the same ones at every call."""
-    draw = torch.Generator().manual_seed(0)
-    return torch.randn(outputs, count, generator=draw, dtype=torch.float64)
 
 
 def lowest_ridge(error: Callable[[float], float]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -19,7 +18,6 @@ from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import LAYER_ERRORS, LAYER_RIDGES, feature_merge, layer_shapes, stages
 from mergekit_slta.files import digest
-from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.trace import on_device
@@ -59,7 +57,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         head=head is not None,
     )
     partial.begin(run, experiment.ranks, replace=True, quiet=experiment.quiet)
-    complete = partial.is_complete([layer_shapes(decoder, layer) for layer in range(len(decoder))])
+    complete = len(partial.finished([layer_shapes(decoder, layer) for layer in range(len(decoder))])) > len(decoder)
     experiment.ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)
@@ -102,7 +100,7 @@ def require_solvable(experiment: Experiment) -> None:
 
 def head_to_solve(experiment: Experiment) -> LinearMap | None:
     """The output head, by the model's names; None if it is tied, or if it cannot be solved, which is said."""
-    head = output_head(experiment.decoder)
+    head = experiment.decoder.head
     if head is None:
         return None
     why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
@@ -134,7 +132,7 @@ class SolvedModel:
         self.decoder = decoder
         self.layout = layout or Layout(decoder.model, decoder.model.state_dict())
         self._partial = partial
-        layers = ((layer, decoder.layer_tensors(layer)) for layer in range(len(decoder)))
+        layers = ((layer, decoder.layer_tensors[layer]) for layer in range(len(decoder)))
         self._layers = {name: layer for layer, names in layers for name in names.values()}
 
     def tensor(self, name: str) -> torch.Tensor | None:
@@ -145,7 +143,10 @@ class SolvedModel:
         with contextlib.ExitStack() as opened:
             first = self.decoder.first_names
             names = [first.get(target, target) for target in piece.targets]
-            files = {target: opened.enter_context(safe_open(self._file(target), "pt")) for target in names}
+            files = {
+                target: opened.enter_context(safe_open(self._partial.file(self._layers.get(target)), "pt"))
+                for target in names
+            }
             if any(target not in files[target].keys() for target in names):  # noqa: SIM118
                 return None
 
@@ -154,9 +155,6 @@ class SolvedModel:
                 return files[target].get_tensor(target) if expert is None else files[target].get_slice(target)[expert]
 
             return self.layout.restore(name, solved)  # as solved, if the checkpoint stores it as the model has it
-
-    def _file(self, target: str) -> Path:
-        return self._partial.file(self._layers.get(target))
 
     def is_language(self, name: str) -> bool:
         """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""

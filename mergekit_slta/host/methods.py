@@ -141,7 +141,8 @@ class SltaMerge(Merge):
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Measure the models unless the statistics exist, and solve for the merging weights of every tensor."""
         settings = experiment.recipe.settings_of(SltaSettings)
-        experiment.ranks.together(lambda: experiment.check_edges(experts=settings.level == "model"))
+        with experiment.ranks.one_refusal():
+            experiment.check_edges(experts=settings.level == "model")
         statistics = statistics_of(experiment, partial=partial)
         self.solution = statistics.solve(**solve_arguments(experiment.recipe))
         submodules = self.solution.submodules

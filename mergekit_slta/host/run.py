@@ -91,7 +91,8 @@ def run(
 def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     folder = Path(out)
     # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
-    notes = experiment.ranks.together(lambda: examine.examine(experiment, out_path=out))
+    with experiment.ranks.one_refusal():
+        notes = examine.examine(experiment, out_path=out)
     for note in notes if not experiment.quiet else ():
         click.echo(as_note(note), err=True)
     partial = Partial(folder / PARTIAL_OF_MERGE)
@@ -113,7 +114,8 @@ def _merged(
     experiment.open()
     if experiment.architecture is not None:
         adapt_loaders(experiment.layout, experiment.recipe.base, experiment.recipe.references)
-    experiment.ranks.together(lambda: _say_differences(experiment, folder))
+    with experiment.ranks.one_refusal():
+        _say_differences(experiment, folder)
     if experiment.ranks.first and (aside := set_aside(experiment, folder)):
         LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
     merge.prepare(experiment, partial)

@@ -17,9 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.decoder import Decoder, LayerCall, ModelCodeError, OfStandIn, Reached, own_code_of
-from mergekit_slta.layers.maps import LinearMap
-from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.layers.decoder import Decoder, LayerCall, ModelCodeError, OfStandIn, Reached, model_code
+from mergekit_slta.models.checkpoint import Tensors
 
 # The number of different values in a made-up tensor; it has no small divisors.
 RANDOM_NUMBERS = 1_000_003
@@ -69,13 +68,8 @@ def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
     return type(returned)([made, *rest])
 
 
-def embedding_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the edge tensors that ``embed`` needs: all except the output head's."""
-    return [name for name in decoder.edge_tensors if name.startswith(decoder.body_path)]
-
-
 def capture_calls(
-    decoder: Decoder, token_ids: torch.Tensor, edges: Weights, returned: LayerForward
+    decoder: Decoder, token_ids: torch.Tensor, edges: Tensors, returned: LayerForward
 ) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
     """Run everything before the first layer, and capture how the model calls each layer; raises what ``embed`` raises.
 
@@ -97,8 +91,8 @@ def capture_calls(
         nonlocal strange
         inputs.append(hidden.as_subclass(torch.Tensor))
         calls.append(call)
-        before = returns[-1] if returns and isinstance(returns[-1], (tuple, list)) else ()
-        made = {id(part): position for position, part in enumerate(before) if position and isinstance(part, Made)}
+        previous = returns[-1] if returns and isinstance(returns[-1], (tuple, list)) else ()
+        made = {id(part): position for position, part in enumerate(previous) if position and isinstance(part, Made)}
         taken.append({name: made[id(value)] for name, value in call.arguments.items() if id(value) in made})
         leaves = tree_leaves((call.args, call.kwargs))
         strange = strange or sum(isinstance(leaf, Made) for leaf in leaves) > len(taken[-1])
@@ -108,14 +102,14 @@ def capture_calls(
         returns.append(returned_like(form, handed[0]))
         return returns[-1]
 
-    weights = {name.removeprefix(decoder.body_path): edges[name] for name in embedding_tensors(decoder)}
+    tensors = {name.removeprefix(decoder.body_path): edges[name] for name in decoder.embed_tensors}
     # Some wrappers take the device of their first tensor, which may be an image tower's, for that of the tokens.
     name, first = next(iter(decoder.body.named_parameters()))
-    weights.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
+    tensors.setdefault(name, torch.zeros((), device=decoder.device).expand(first.shape))
     kwargs = {"input_ids": token_ids.to(decoder.device), "use_cache": False}
     decoder.restore()
-    with stand_ins(decoder.layers, hand_on), torch.no_grad(), own_code_of(decoder.name):
-        torch.func.functional_call(decoder.body, weights, kwargs=kwargs)
+    with stand_ins(decoder.layers, hand_on), torch.no_grad(), model_code(decoder.name):
+        torch.func.functional_call(decoder.body, tensors, kwargs=kwargs)
     problem = None
     if len(calls) != len(decoder):
         problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
@@ -123,7 +117,7 @@ def capture_calls(
         problem = "hands its decoder layers other positions than the tokens'"
     elif strange or any(before != taken[-1] for before in taken[1:]):
         problem = "hands its decoder layers more of earlier layers than what the layer before returns"
-    elif not all(torch.equal(given, handed[0]) for given in inputs[1:]):
+    elif not all(torch.equal(states, handed[0]) for states in inputs[1:]):
         problem = "changes the hidden states between its decoder layers"
     if problem:
         raise SltaError(f"{decoder.name} {problem}, so slta and featcal cannot run it: use 'merge_method: actmat'.")
@@ -133,10 +127,10 @@ def capture_calls(
 # Before the layers, and after
 
 
-def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[torch.Tensor, list[LayerCall]]:
+def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Tensors) -> tuple[torch.Tensor, list[LayerCall]]:
     """Run everything before the first layer, and capture how the model calls each layer.
 
-    Right padding needs no mask unless ``padding_matters``. ``edges`` are the tensors that ``embedding_tensors`` names.
+    Right padding needs no mask unless ``padding_matters``. ``edges`` are the ``embed_tensors``.
 
     Returns:
         The first layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
@@ -148,87 +142,46 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Weights) -> tuple[to
     return decoder.tokens_first(hidden), calls
 
 
-def logits(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
-    """Run everything after the last layer on its output [B, S, D], with ``logit_tensors``; returns [B, S, V]."""
-    return _run_tail(decoder, hidden, edges).logits.as_subclass(torch.Tensor)
+def logits(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tensor:
+    """Run everything after the last layer on its output [B, S, D], with ``logit_tensors``; returns [B, S, V].
+
+    The layers before the last one return NaN, and so does an embedding that is not the head too.
+    """
+    token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
+    last, final = len(decoder) - 1, decoder.as_called(hidden)
+    rows: Any = decoder.model.get_input_embeddings().weight
+    unknown = torch.full((), torch.nan, device=decoder.device).expand(rows.shape)
+
+    def output(layer: int, *_: object) -> Any:
+        made = final if layer == last else torch.full_like(final, torch.nan)
+        return returned_like(decoder.form.returned[layer], made)
+
+    with stand_ins(decoder.layers, output), torch.no_grad(), model_code(decoder.name):
+        returned: Any = torch.func.functional_call(
+            decoder.model, {decoder.embedding: unknown, **edges}, kwargs={"input_ids": token_ids, "use_cache": False}
+        )
+    computed: torch.Tensor = returned.logits.as_subclass(torch.Tensor)
+    return computed
 
 
-def logit_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the edge tensors that ``logits`` needs: all except an embedding that is not the head too."""
-    head = head_tensors(decoder)
-    unused = {embedding_tensor(decoder)} - {*head} if head else set()
-    return [name for name in decoder.edge_tensors if name not in unused]
-
-
-def output_head(decoder: Decoder) -> LinearMap | None:
-    """The model's output head, by the model's names; None if it is tied to the embedding or missing."""
-    head = decoder.model.get_output_embeddings()
-    embedding = decoder.model.get_input_embeddings()
-    if head is None or head.weight is embedding.weight:
-        return None
-    path = decoder.path(head)
-    bias = f"{path}.bias" if getattr(head, "bias", None) is not None else None
-    return LinearMap(path, path, f"{path}.weight", bias, transposed=False)
-
-
-def head_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the output head's weight and bias; the weight is the embedding where they are tied."""
-    head = decoder.model.get_output_embeddings()
-    names = [f"{decoder.path(head)}.{name}" for name, _ in head.named_parameters()] if head is not None else []
-    return [decoder.first_names[name] for name in names]
-
-
-def embedding_tensor(decoder: Decoder) -> str:
-    """The model's name of the embedding, whose rows are the tokens'."""
-    return decoder.first_names[f"{decoder.path(decoder.model.get_input_embeddings())}.weight"]
-
-
-def tail_tensors(decoder: Decoder) -> list[str]:
-    """The model's names of the edge tensors that ``head_input`` needs: all except the embedding and the head."""
-    left_out = {embedding_tensor(decoder), *head_tensors(decoder)}
-    return [name for name in decoder.edge_tensors if name not in left_out]
-
-
-def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> torch.Tensor:
+def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tensor:
     """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``.
 
     Raises:
         ModelCodeError: the model's own code raises something, or does not call the head.
     """
-    head = decoder.model.get_output_embeddings()
-    given: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
 
-    def stop(states: torch.Tensor) -> torch.Tensor:
-        given.append(states.as_subclass(torch.Tensor))
+    def stop(head: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(args[0].as_subclass(torch.Tensor))
         raise Reached
 
-    head.forward = stop
-    try:
-        _run_tail(decoder, hidden, edges)
+    head: Any = decoder.model.get_output_embeddings()
+    with head.register_forward_pre_hook(stop), contextlib.suppress(Reached):
+        logits(decoder, hidden, edges)
+    if not inputs:
         raise ModelCodeError(f"{decoder.name} does not call its output head")
-    except Reached:
-        return given[0]
-    finally:
-        del head.forward
-
-
-def _run_tail(decoder: Decoder, hidden: torch.Tensor, edges: Weights) -> Any:
-    """Run a model whose layers return ``hidden``; an embedding that is not in ``edges`` gives NaN."""
-    token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
-    returned, last = decoder.form.returned, len(decoder) - 1
-    final = decoder.as_called(hidden)
-    embedding: Any = decoder.model.get_input_embeddings()
-    unknown = torch.full((), torch.nan, device=decoder.device).expand(embedding.weight.shape)
-
-    def output(layer: int, given: torch.Tensor, call: LayerCall) -> Any:
-        return returned_like(returned[layer], final if layer == last else torch.full_like(final, torch.nan))
-
-    with stand_ins(decoder.layers, output), torch.no_grad(), own_code_of(decoder.name):
-        return torch.func.functional_call(
-            decoder.model,
-            {embedding_tensor(decoder): unknown, **edges},
-            kwargs={"input_ids": token_ids, "use_cache": False},
-        )
+    return inputs[0]
 
 
 # Made-up weights and calls
@@ -259,7 +212,7 @@ def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed
     return {name: numbers(tensor) for name, tensor in state.items()}
 
 
-def made_up_edges(decoder: Decoder) -> Weights:
+def made_up_edges(decoder: Decoder) -> Tensors:
     """Random numbers in place of the tensors outside the layers."""
     state = decoder.model.state_dict()
     return random_numbers({name: state[name] for name in decoder.edge_tensors}, decoder.device)
@@ -271,7 +224,7 @@ def some_tokens(decoder: Decoder) -> list[int]:
     return [token for token in range(4) if token != padding][:3]
 
 
-def made_up_layer(decoder: Decoder, layer: int) -> tuple[Weights, torch.Tensor, LayerCall]:
+def made_up_layer(decoder: Decoder, layer: int) -> tuple[Tensors, torch.Tensor, LayerCall]:
     """Made-up weights of a layer, and its input and call for two samples that differ in the first of two tokens.
 
     Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +21,8 @@ import transformers
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.maps import Heads
-from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.layers.maps import Heads, LinearMap
+from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import language_names
 
 # Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
@@ -88,11 +87,6 @@ class LayerCall:
         return added
 
 
-def handed_on(returned: Any, positions: Mapping[int | str, int]) -> State:
-    """The parts of a layer's return value that the next layer is given, whose arguments ``positions`` are by."""
-    return {(argument,): returned[position] for argument, position in positions.items()}
-
-
 def hidden_of(returned: Any) -> Any:
     """The hidden states in a layer's return value, which may be a tuple with more values."""
     return returned[0] if isinstance(returned, (tuple, list)) else returned
@@ -106,7 +100,7 @@ class LayerForm:
     stacked: bool = False
     # By argument of a layer, the position in the return value of the layer before where it comes from.
     handed: Mapping[int | str, int] = field(default_factory=dict)
-    returned: Sequence[Any] = ()  # for each layer, what the first layer of its type returns for two tokens
+    returned: Sequence[Any] = ()  # for each layer, what the first layer of its kind returns for two tokens
     # What layers pass to later layers beside the hidden states, for one sample of two tokens.
     state: State = field(default_factory=dict)
     causal: bool = False  # whether no token sees a later one
@@ -128,7 +122,7 @@ class OfStandIn(BaseException):
 
 
 @contextlib.contextmanager
-def own_code_of(part: str) -> Iterator[None]:
+def model_code(part: str) -> Iterator[None]:
     """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one."""
     try:
         yield
@@ -145,16 +139,16 @@ class LayerRun:
     """The settings of a run of a layer, and its results; hidden states are [B, S, D]."""
 
     replay: Mapping[str, Any] = field(default_factory=dict)  # the outputs of modules that need not run again
-    capture: Collection[str] = ()  # the modules whose inputs are recorded
-    keep: Collection[str] = ()  # the modules whose outputs are recorded, as the children's always are
+    inputs_of: Collection[str] = ()  # the modules whose inputs are recorded
+    outputs_of: Collection[str] = ()  # the modules whose outputs are recorded, as the children's always are
     until: str | None = None  # the module at whose call the run ends
 
     returned: Any = None  # what the layer returns; None if the run ended before
     output: Any = None  # the hidden states in that
-    # The arguments of the modules in ``capture`` and ``until``, and the outputs; each in the order of the calls.
+    # The arguments of the modules in ``inputs_of`` and ``until``, and the outputs; each in the order of the calls.
     inputs: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     outputs: dict[str, Any] = field(default_factory=dict)
-    # The children and modules in ``capture`` that were called more than once; their inputs are of the last call.
+    # The children and modules in ``inputs_of`` that were called more than once; their inputs are of the last call.
     repeated: set[str] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)  # the children whose parts the layer has called by itself
     state: State = field(default_factory=dict)  # what the layer passes to later layers
@@ -165,7 +159,7 @@ class LayerRun:
         child, _, inside = name.partition(".")
         if name in self.inputs or (name in self.outputs and not inside):
             self.repeated.add(name)
-        if name in self.capture or name == self.until:
+        if name in self.inputs_of or name == self.until:
             self.inputs[name] = (*args, *kwargs.values())
         if name == self.until:
             raise Reached
@@ -174,10 +168,10 @@ class LayerRun:
         if name in self.replay:
             output = self.replay[name]
         else:
-            before, self._running = self._running, child
+            caller, self._running = self._running, child
             output = forward(*args, **kwargs)
-            self._running = before
-        if inside and name not in self.keep:
+            self._running = caller
+        if inside and name not in self.outputs_of:
             return output
         self.outputs[name] = output
         return tree_map_only(torch.Tensor, torch.clone, output)  # others may change what they are given in place
@@ -210,8 +204,8 @@ class Writer:
     """A module whose output a layer adds to the residual stream, or a norm of it."""
 
     factor: float  # the constant that its output, or the norm's, is multiplied by
-    # What the stream is the sum of before: ``INPUT`` and outputs of children, each with the constant on it.
-    before: Mapping[str, float]
+    # What the stream that it adds to is the sum of: ``INPUT`` and outputs of children, each with the constant on it.
+    stream: Mapping[str, float]
     norm: str | None = None  # the child that its output goes through
 
 
@@ -219,8 +213,6 @@ class Writer:
 class LayerStructure:
     """What a decoder layer makes of what its children return, and how it splits into two branches."""
 
-    # By child, in the order of the calls, the children whose outputs its arguments are made from, and ``INPUT``.
-    reads: Mapping[str, Nodes] = field(default_factory=dict)
     # The children whose outputs the layer's output is the sum of, and ``INPUT``, each with the constant that it is
     # multiplied by if ``INPUT`` is by 1; None where it is no such sum.
     summands: Mapping[str, float] | None = None
@@ -278,7 +270,7 @@ def fresh(model: torch.nn.Module) -> Callable[[], None]:
     return restore
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Decoder:
     """The decoder of one architecture, without weights.
 
@@ -294,20 +286,77 @@ class Decoder:
     body: torch.nn.Module
     layers: torch.nn.ModuleList
     device: torch.device  # where layers run
-    trust_remote_code: bool  # mergekit's flag of that name
     restore: Callable[[], None]  # puts the model into the state in which it was built
     runs: list[LayerRun]  # the layers' modules report to the last run in it
     form: LayerForm = field(default_factory=LayerForm)
     structures: Sequence[LayerStructure] = ()  # of each layer
     tail_problem: str | None = None  # why the logits cannot be computed from the last layer's output alone, if so
 
+    def __post_init__(self) -> None:
+        model, paths = self.model, {module: path for path, module in self.model.named_modules()}
+        self.name = type(model).__name__
+        self.layers_path = paths[self.layers]
+        self.body_path = f"{paths[self.body]}." if paths[self.body] else ""  # the beginning of its tensors' names
+        first: dict[torch.Tensor, str] = {}
+        # By each name of a parameter its first one, under which checkpoints have what layers share or is tied.
+        self.first_names = {
+            name: first.setdefault(parameter, name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        # Of the parameters that several layers, or other parts of the model, share.
+        self.shared_tensors = frozenset(name for other, name in self.first_names.items() if other != name)
+        # Of each layer's tensors, by the names inside the layer.
+        self.layer_tensors = [
+            {key: self.first_names.get(name := f"{self.layers_path}.{at}.{key}", name) for key in layer.state_dict()}
+            for at, layer in enumerate(self.layers)
+        ]
+        # Of the language tower and the output head, tied ones by all their names.
+        self.language_tensors = language_names(model)
+        # Of those outside the layers, the first names: all, and what ``embed``, ``logits`` and ``head_input`` need.
+        self.edge_tensors = [
+            name
+            for name in model.state_dict()
+            if not name.startswith(self.layers_path + ".") and self.first_names.get(name, name) == name
+            if name in self.language_tensors
+        ]
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.embedding = self.first_names[f"{paths[embedding]}.weight"]  # whose rows are the tokens'
+        names = [] if head is None else [f"{paths[head]}.{name}" for name, _ in head.named_parameters()]
+        of_head = [self.first_names[name] for name in names]
+        self.embed_tensors = [name for name in self.edge_tensors if name.startswith(self.body_path)]
+        self.logit_tensors = [name for name in self.edge_tensors if name != self.embedding or name in of_head]
+        self.tail_tensors = [name for name in self.logit_tensors if name not in of_head]
+        # The output head, by the model's names; None if it is tied to the embedding or missing.
+        self.head: LinearMap | None = None
+        if names and self.embedding not in of_head:
+            path = paths[head]
+            bias = f"{path}.bias" if f"{path}.bias" in names else None
+            self.head = LinearMap(path, path, f"{path}.weight", bias, transposed=False)
+        self.first_of_kind = self._first_of_kind()
+        self.one_of_each_kind = sorted(set(self.first_of_kind))
+
+    def _first_of_kind(self) -> list[int]:
+        """For each layer, the first layer with the same modules, shapes and settings, which behaves alike.
+
+        A layer that shares modules with others is like no other: it may call those of their parts that are for its
+        number.
+        """
+        types = getattr(self.model.config.get_text_config(), "layer_types", None) or [None] * len(self)
+        kinds = []
+        for number, layer in enumerate(self.layers):
+            shared = self.shared_tensors.intersection(self.layer_tensors[number].values())
+            modules = tuple((name, type(module), _choices(module)) for name, module in layer.named_modules())
+            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+            kinds.append((types[number], modules, shapes, number if shared else None))
+        return [kinds.index(kind) for kind in kinds]
+
     def __len__(self) -> int:
         return len(self.layers)
 
-    def run(self, layer: int, weights: Weights, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
+    def run(self, layer: int, tensors: Tensors, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
         """Run a layer on hidden states [B, S, D] as the model does, to its end or until it calls a module.
 
-        ``weights`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
+        ``tensors`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
 
         Raises:
             ModelCodeError: whatever the layer's own code raises.
@@ -317,10 +366,10 @@ class Decoder:
         arguments = self.as_called(hidden).clone(), *copied.args  # the layer may change its input in place
         self.runs.append(run)
         try:
-            with own_code_of(f"layer {layer} of {self.name}"):
-                returned = torch.func.functional_call(self.layers[layer], dict(weights), arguments, copied.kwargs)
+            with model_code(f"layer {layer} of {self.name}"):
+                returned = torch.func.functional_call(self.layers[layer], dict(tensors), arguments, copied.kwargs)
             run.returned, run.output = returned, self.tokens_first(hidden_of(returned))
-            run.state = handed_on(returned, self.form.handed)
+            run.state = {(argument,): returned[position] for argument, position in self.form.handed.items()}
         except Reached:
             pass
         finally:
@@ -336,96 +385,11 @@ class Decoder:
         """Hidden states [B, S, ...] as the model's own code gives them to its layers."""
         return hidden.movedim(2, 0) if self.form.stacked else hidden
 
-    @property
-    def name(self) -> str:
-        return type(self.model).__name__
 
-    @functools.cached_property
-    def layers_path(self) -> str:
-        """The layers' path in the model."""
-        return self.path(self.layers)
-
-    @functools.cached_property
-    def body_path(self) -> str:
-        """The beginning of the names of the body's tensors in the model."""
-        path = self.path(self.body)
-        return f"{path}." if path else ""
-
-    def path(self, part: torch.nn.Module) -> str:
-        """The path in the model of a part of it."""
-        return next(name for name, module in self.model.named_modules() if module is part)
-
-    def layer_tensors(self, layer: int) -> dict[str, str]:
-        """The names of a layer's tensors inside the layer, and in the model: one that layers share has the first's."""
-        names = {name: f"{self.layers_path}.{layer}.{name}" for name in self.layers[layer].state_dict()}
-        return {name: self.first_names.get(full, full) for name, full in names.items()}
-
-    @functools.cached_property
-    def first_names(self) -> dict[str, str]:
-        """By the model's names of its parameters, the first name of each, under which checkpoints have tied ones."""
-        first: dict[torch.Tensor, str] = {}
-        named = self.model.named_parameters(remove_duplicate=False)
-        return {name: first.setdefault(parameter, name) for name, parameter in named}
-
-    @functools.cached_property
-    def shared_tensors(self) -> frozenset[str]:
-        """The first names of the parameters that several layers, or other parts of the model, share."""
-        return frozenset(first for name, first in self.first_names.items() if name != first)
-
-    @functools.cached_property
-    def language_tensors(self) -> frozenset[str]:
-        """The model's names of the tensors of its language tower and its output head, tied ones by all their names."""
-        return language_names(self.model)
-
-    @functools.cached_property
-    def edge_tensors(self) -> tuple[str, ...]:
-        """The model's names of the language tensors outside the decoder layers (embeddings, final norm, output head).
-
-        Tied tensors are named once.
-        """
-        outside = [name for name in self.model.state_dict() if not name.startswith(self.layers_path + ".")]
-        outside = [name for name in outside if self.first_names.get(name, name) == name]
-        return tuple(name for name in outside if name in self.language_tensors)
-
-    def one_of_each_kind(self) -> list[int]:
-        """The first layer of each kind."""
-        return sorted(set(self.first_of_kind))
-
-    @functools.cached_property
-    def first_of_kind(self) -> list[int]:
-        """For each layer, the first layer with the same modules and shapes, which behaves alike.
-
-        A layer that shares modules with others is like no other: it may call those of their parts that are for its
-        number.
-        """
-        kinds = []
-        for number, layer in enumerate(self.layers):
-            shared = self.shared_tensors.intersection(self.layer_tensors(number).values())
-            modules = tuple((name, type(module)) for name, module in layer.named_modules())
-            shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
-            kinds.append((modules, shapes, number if shared else None))
-        return [kinds.index(kind) for kind in kinds]
-
-
-# What runs of a layer show
-
-
-def all_before(reads: Mapping[str, Nodes]) -> dict[str, set[str]]:
-    """By child, in the order of the calls: the child, and all that its arguments were made from."""
-    before: dict[str, set[str]] = {}
-    for node, read in reads.items():
-        before[node] = {node}.union(*(before.get(source, {source}) for source in read))
-    return before
-
-
-def ratio(product: torch.Tensor, output: object) -> float:
-    """The number that an output is multiplied by in a product; nan if it is not one number other than zero."""
-    if not isinstance(output, torch.Tensor) or output.numel() != product.numel():
-        return math.nan
-    output = output.reshape(product.shape)
-    factor = (product * output).sum() / output.square().sum()
-    return float(factor) if factor and close(factor * output, product) else math.nan
-
-
-def close(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.allclose(one, two, rtol=1e-4, atol=1e-5 * float(two.abs().max()))
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """A module's settings that are flags or names, such as a window; of numbers only that they are."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )

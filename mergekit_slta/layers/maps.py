@@ -10,7 +10,7 @@ import torch
 
 from mergekit_slta.layers.roles import MAPS, Role, has_transposed_experts, tensor_role
 from mergekit_slta.levels import fused_map_part
-from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.models.checkpoint import Tensors
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -26,28 +26,28 @@ class LinearMap:
     transposed: bool  # whether the weight is stored as [in, out]
     expert: int | None = None  # the number of the mixture's expert if the weight is [experts, ...]
 
-    def matrix(self, weights: Weights) -> torch.Tensor:
+    def matrix(self, tensors: Tensors) -> torch.Tensor:
         """The map as [out, in]."""
-        weight = weights[self.weight] if self.expert is None else weights[self.weight][self.expert]
+        weight = tensors[self.weight] if self.expert is None else tensors[self.weight][self.expert]
         return weight.mT if self.transposed else weight
 
     def stored(self, matrix: torch.Tensor) -> torch.Tensor:
         """A matrix [out, in] as the map's weight is stored."""
         return (matrix.mT if self.transposed else matrix).contiguous()
 
-    def apply(self, weights: Weights, inputs: torch.Tensor) -> torch.Tensor:
+    def apply(self, tensors: Tensors, inputs: torch.Tensor) -> torch.Tensor:
         """The map's outputs [..., out] for inputs [..., in], to the last bit as its module computes them."""
-        matrix, offset = self.matrix(weights), self.offset(weights)
+        matrix, offset = self.matrix(tensors), self.offset(tensors)
         if offset is None or not self.transposed:
             return torch.nn.functional.linear(inputs, matrix, offset)
         outputs = torch.addmm(offset, inputs.reshape(-1, inputs.shape[-1]), matrix.mT)  # as transformers' Conv1D
         return outputs.unflatten(0, inputs.shape[:-1])
 
-    def offset(self, weights: Weights) -> torch.Tensor | None:
+    def offset(self, tensors: Tensors) -> torch.Tensor | None:
         """The map's bias [out]."""
         if self.bias is None:
             return None
-        return weights[self.bias] if self.expert is None else weights[self.bias][self.expert]
+        return tensors[self.bias] if self.expert is None else tensors[self.bias][self.expert]
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,17 @@ class RoutedInputs(NamedTuple):
     places: torch.Tensor  # [m] int64, the place of each input among all that the module is given for the tokens
 
 
-def routed_inputs(given: Sequence[torch.Tensor], experts: int, positions: torch.Tensor | None = None) -> RoutedInputs:
+def routed_inputs(args: Sequence[torch.Tensor], experts: int, positions: torch.Tensor | None = None) -> RoutedInputs:
     """Tell which inputs of a fused mixture's module go to which of its experts.
 
     Args:
-        given: the module's arguments: either the features of all positions [..., D] and the experts that each goes to
+        args: the module's arguments: either the features of all positions [..., D] and the experts that each goes to
             [..., k], or only features [experts * positions, D], for each expert those of all positions, which are zero
             where the position does not go to it.
         experts: their number.
         positions: the positions of the ``n`` tokens; by default all are tokens.
     """
-    values, *chosen = given
+    values, *chosen = args
     stacked = values.reshape(1 if chosen else experts, -1, values.shape[-1])
     positions = torch.arange(stacked.shape[1]) if positions is None else positions
     positions = positions.to(values.device)

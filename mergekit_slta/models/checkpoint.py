@@ -23,7 +23,7 @@ from mergekit_slta.models.layout import Layout
 
 PAGE = 4096  # bytes
 _aten = torch.ops.aten
-Weights = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class Checkpoint:
@@ -260,7 +260,7 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
     return result.to(base.dtype)
 
 
-def blend(base: Weights, experts: Sequence[Weights], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
+def blend(base: Tensors, experts: Sequence[Tensors], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
     """The ``weighted_sum`` of all floating-point tensors, with one weight for each expert [T].
 
     Other tensors stay the base model's.
@@ -294,7 +294,7 @@ class Blend:
         """Read tensors as ``Checkpoint.read`` does."""
         return self.of(names, [source.read(names, model, device) for source in self.models])
 
-    def of(self, names: Mapping[str, str], tensors: Sequence[Weights]) -> dict[str, torch.Tensor]:
+    def of(self, names: Mapping[str, str], tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""
         base, *experts = tensors
         return blend(base, experts, self._alpha)

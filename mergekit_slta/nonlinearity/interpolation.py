@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors
+from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.streams import Source, Streams, read_edges
-from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.levels import Parts
-from mergekit_slta.models.checkpoint import Blend, Weights, blend
+from mergekit_slta.models.checkpoint import Blend, Tensors, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 from mergekit_slta.slta.submodules import submodules
 
@@ -46,7 +45,7 @@ class Interpolation(LayerMethod[Grams]):
             followed += [Blend(self.models, setting) for setting in self.settings]
         return [[model] * len(self.tasks) for model in followed]
 
-    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, weights: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
         no_runs = {"linear"} if Parts.of(submodules(self.decoder, "linear", layer)).maps else set[str]()
@@ -76,7 +75,7 @@ class Interpolation(LayerMethod[Grams]):
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the logits' change included."""
         if "model" in self.levels:
-            base, *experts = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
+            base, *experts = [read_edges(self.decoder, model, self.decoder.logit_tensors) for model in self.models]
             points = [torch.zeros(len(self.models) - 1), *self.settings]
             zeros = self._no_grams()
             gram = logit_grams(self.decoder, streams, zeros, lambda: (blend(base, experts, own) for own in points))

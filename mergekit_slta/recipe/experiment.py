@@ -159,8 +159,10 @@ class Experiment:
         """Have mergekit download all models and merge adapters; from now on changes of their files are noticed."""
         # In any other process than the first one transformers saves no weights, which merging adapters takes.
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
-            self.ranks.together(lambda: self.checkpoints if self.ranks.first else None)
-        self.ranks.together(lambda: self.checkpoints)
+            with self.ranks.one_refusal():
+                _ = self.checkpoints if self.ranks.first else None
+        with self.ranks.one_refusal():
+            _ = self.checkpoints
 
     def check_edges(self, experts: bool) -> None:
         """Refuse NaN or Inf in the base model's tensors outside the decoder layers, and in the experts' if asked to."""

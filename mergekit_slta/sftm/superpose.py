@@ -6,10 +6,10 @@ Symbols, for one linear map with ``T`` experts, one singular triple being a feat
     U_t, σ_t, V_t      [m, r_t] [r_t] [n, r_t]   the features of M_t = U_t diag(σ_t) V_tᵀ
     M                  [m, n]          merged task matrix, Σ_t U_t diag(β_t) V_tᵀ (Eq. 1 with β = α ∘ σ)
 
-M has to keep every feature, ⟨u, M v⟩ = σ (Eq. 2). That is A β = σ (Eq. 4) with A = UᵀU ∘ VᵀV over the features of all
+M has to have every feature, ⟨u, M v⟩ = σ (Eq. 2). That is A β = σ (Eq. 4) with A = UᵀU ∘ VᵀV over the features of all
 experts: the Gram matrix of the rank-one matrices u vᵀ, so it is positive semidefinite with a unit diagonal, the
 identity within an expert, and only its T(T−1)/2 cross-task blocks carry information. ‖M‖² = βᵀAβ, so M is the same
-for every solution β of a singular system, and of all matrices that keep the features it has the least norm.
+for every solution β of a singular system, and of all matrices that have the features it has the least norm.
 """
 
 import functools
@@ -65,10 +65,10 @@ def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[
 
 
 def trim(task: torch.Tensor, density: float) -> torch.Tensor:
-    """Keep the entries of largest magnitude and zero the others (Algorithm 2, lines 5 and 11).
+    """Zero all but the entries of largest magnitude (Algorithm 2, lines 5 and 11).
 
-    ``int(density * numel)`` entries are kept, as in mergekit's own methods, but at least one. Of several entries of the
-    same magnitude, the first in memory are kept, so that the result is deterministic.
+    ``int(density * numel)`` entries stay, as in mergekit's own methods, but at least one. Of several entries of the
+    same magnitude, the first in memory stay, so that the result is deterministic.
     """
     count = max(1, int(density * task.numel()))
     if count >= task.numel():
@@ -77,9 +77,9 @@ def trim(task: torch.Tensor, density: float) -> torch.Tensor:
     threshold = _in_order(size, size.numel() - count)
     if threshold == 0:
         return task
-    kept = size > threshold
-    kept[(size == threshold).nonzero().flatten()[: count - int(kept.sum())]] = True
-    return task * kept.view_as(task)
+    largest = size > threshold
+    largest[(size == threshold).nonzero().flatten()[: count - int(largest.sum())]] = True
+    return task * largest.view_as(task)
 
 
 def _in_order(values: torch.Tensor, index: int) -> float:
@@ -99,7 +99,7 @@ def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:
 
     Args:
         matrix: [m, n] float32 or float64; its precision sets the cut.
-        rank: keep at most so many features; 0 keeps all. The matrix is decomposed in full all the same, because
+        rank: at most so many features; 0 for all. The matrix is decomposed in full all the same, because
             the singular values of trimmed task matrices are so alike that a randomized method misses a tenth to a half
             of the largest ones.
     """
@@ -114,10 +114,10 @@ def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:
     else:
         squares, vectors = torch.linalg.eigh(exact.T @ exact)
         values, right = squares.flip(0).clamp_min(0).sqrt(), vectors.flip(1)
-    kept = values > rows * torch.finfo(matrix.dtype).eps * values[:1]
+    determined = values > rows * torch.finfo(matrix.dtype).eps * values[:1]
     if rank:
-        kept[rank:] = False
-    values, right = values[kept], right[:, kept]
+        determined[rank:] = False
+    values, right = values[determined], right[:, determined]
     return SingularFeatures(exact @ (right / values), values, right)
 
 
@@ -187,14 +187,14 @@ def feature_coefficients(features: Sequence[SingularFeatures]) -> tuple[torch.Te
 
 
 def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torch.Tensor:
-    """Merge trimmed task matrices (Algorithm 1): the matrix of least norm that keeps the singular features of each.
+    """Merge trimmed task matrices (Algorithm 1): the matrix of least norm with the singular features of each.
 
     Everything is float64: the squared singular values of a Gram matrix span twice as many digits as the values, and
     float32 moves M by 1e-2 where those of a task matrix span three or more (measured on matrices of attention). Where
     features of different experts contradict each other, the result is the least-squares solution.
 
-    The ``T`` matrices [m, n] are all float32 or all float64, and so is M [m, n]. ``rank`` keeps at most so many
-    features of each, 0 all of them. If at most one matrix is not zero, M is that matrix.
+    The ``T`` matrices [m, n] are all float32 or all float64, and so is M [m, n]. ``rank`` is at most how
+    many features of each count, 0 for all. If at most one matrix is not zero, M is that matrix.
     """
     touched = [matrix for matrix in matrices if matrix.any()]
     if not touched:

@@ -20,13 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, Tensors, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
-from mergekit_slta.layers.calls import logit_tensors
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.checkpoint import Checkpoint, Weights
+from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
 from mergekit_slta.slta.submodules import fallbacks, submodules
 
@@ -79,7 +78,7 @@ class _Calibration(LayerMethod[Grams]):
         names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
         return dict.fromkeys(names, self.shape)
 
-    def take_layer(self, layer: int, weights: Sequence[Weights], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, weights: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
         features = LayerFeatures(self.decoder, layer, weights, self.levels)
         measured = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes(layer).items()}
@@ -95,7 +94,7 @@ class _Calibration(LayerMethod[Grams]):
         return self._add(measured)
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Weights], stored: Tensors, streams: Streams, report: Progress
+        self, layer: int, weights: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Take over the Gram matrices of a layer's file, and run the layer without measuring its submodules again."""
         self.grams |= stored
@@ -107,7 +106,7 @@ class _Calibration(LayerMethod[Grams]):
     def finish(self, streams: Streams, report: Progress) -> Grams:
         """All Gram matrices, those of the model as a whole included."""
         if "model" in self.levels:
-            edges = [read_edges(self.decoder, model, logit_tensors(self.decoder)) for model in self.models]
+            edges = [read_edges(self.decoder, model, self.decoder.logit_tensors) for model in self.models]
             zeros = torch.zeros(self.shape, dtype=torch.float64)
             self._add({"model": logit_grams(self.decoder, streams, zeros, lambda: edges)})
         return self.grams

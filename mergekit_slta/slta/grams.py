@@ -19,7 +19,7 @@ from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
 from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
-from mergekit_slta.models.checkpoint import Weights
+from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.slta.submodules import submodules
 
 # Submodule name to [N, T, T] float64.
@@ -82,7 +82,7 @@ class MapDeltas:
     base model, then of each of the ``T`` experts.
     """
 
-    def __init__(self, linear_map: LinearMap, tensors: Sequence[Weights]) -> None:
+    def __init__(self, linear_map: LinearMap, tensors: Sequence[Tensors]) -> None:
         base, offset = linear_map.matrix(tensors[0]), linear_map.offset(tensors[0])
         self.matrices = [linear_map.matrix(expert) - base for expert in tensors[1:]]
         offsets = [linear_map.offset(expert) for expert in tensors[1:]]
@@ -98,7 +98,7 @@ class MapDeltas:
 class ExpertRun:
     """Runs of a layer with other tensors than the base model's, on the base model's inputs."""
 
-    tensors: Weights  # those of the layer's tensors that are needed to tell the heads' features apart
+    tensors: Tensors  # those of the layer's tensors that are needed to tell the heads' features apart
     # By ``WHOLE`` the run of the whole layer, where its output is wanted; by branch the run in which all other branches
     # return what they return in the base model.
     runs: Mapping[str, LayerRun]
@@ -112,7 +112,7 @@ class LayerFeatures:
     ``tensors`` are the layer's tensors of the base model, then of each of the ``T`` experts.
     """
 
-    def __init__(self, decoder: Decoder, layer: int, tensors: Sequence[Weights], levels: Sequence[str]) -> None:
+    def __init__(self, decoder: Decoder, layer: int, tensors: Sequence[Tensors], levels: Sequence[str]) -> None:
         self.decoder = decoder
         self.layer = layer
         self.tensors = tensors
@@ -135,8 +135,8 @@ class LayerFeatures:
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what linear maps, others too, and heads get."""
-        capture = {linear_map.module for linear_map in (*self.maps, *others)} | self._head_modules()
-        return self.decoder.run(self.layer, self.tensors[0], hidden, call, capture=capture)
+        inputs_of = {linear_map.module for linear_map in (*self.maps, *others)} | self._head_modules()
+        return self.decoder.run(self.layer, self.tensors[0], hidden, call, inputs_of=inputs_of)
 
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
@@ -149,7 +149,7 @@ class LayerFeatures:
 
     def run(
         self,
-        tensors: Weights,
+        tensors: Tensors,
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
@@ -161,18 +161,18 @@ class LayerFeatures:
         ``changed`` are the children whose tensors differ from the base model's; by default any may. A run without one
         of them would repeat the base model's, which stands for it.
         """
-        capture = self._head_modules()
+        inputs_of = self._head_modules()
         runs: dict[str, LayerRun] = {}
         if self.whole and changed is not None and not changed:
             runs[WHOLE] = base
         elif self.whole:
-            runs[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, capture=capture)
+            runs[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, inputs_of=inputs_of)
         for branch in self.branches_to_run:
             if changed is not None and not self.structure.branches[branch] & changed:
                 runs[branch] = base
                 continue
             replay = self.structure.others_of(branch, base)
-            runs[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, capture=capture)
+            runs[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, inputs_of=inputs_of)
         return ExpertRun({self.heads.output.weight: tensors[self.heads.output.weight]} if self.heads else {}, runs)
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
@@ -211,7 +211,7 @@ class LayerFeatures:
     def _head_modules(self) -> set[str]:
         return {self.heads.output.module} if self.heads is not None else set()
 
-    def _head_features(self, head: int, run: LayerRun, tensors: Weights) -> torch.Tensor:
+    def _head_features(self, head: int, run: LayerRun, tensors: Tensors) -> torch.Tensor:
         """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""
         assert self.heads is not None
         output = self.heads.output
@@ -249,7 +249,7 @@ class LayerFeatures:
 
 
 def logit_grams(
-    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Weights]]
+    decoder: Decoder, streams: Streams, grams: torch.Tensor, edges: Callable[[], Iterable[Tensors]]
 ) -> torch.Tensor:
     """The Gram matrices of the logits' change, from each stream's hidden states after the last layer.
 

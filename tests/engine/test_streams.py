@@ -16,7 +16,7 @@ from mergekit_slta.engine import streams as module
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, decoder_batches, read_edges, waiting_bytes
 from mergekit_slta.featcal.merge import waiting
-from mergekit_slta.layers.calls import embed, embedding_tensors
+from mergekit_slta.layers.calls import embed
 from mergekit_slta.layers.decoder import LayerCall
 from mergekit_slta.layers.trace import trace
 
@@ -41,7 +41,7 @@ def test_the_masks_of_all_batches_and_streams_take_the_memory_of_the_longest(
     streams = Streams(decoder, [[model] * 2 for model in models], batches)
     memory: dict[int, int] = {}
     for stream, model in enumerate(models):
-        edges = read_edges(decoder, model, embedding_tensors(decoder))
+        edges = read_edges(decoder, model, decoder.embed_tensors)
         for number, batch in enumerate(batches):
             streams.layer, calls = 0, []
             for streams.layer in range(len(decoder)):

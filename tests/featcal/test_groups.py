@@ -62,8 +62,8 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
 
 def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> None:
     """DeepSeek V4's first output map: one map could not be told from its inputs and outputs."""
-    kept = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).unsolved
-    assert kept["self_attn.o_a_proj"] == "in a module that does more than multiply"
+    unsolved = find_groups(small_decoder("deepseek_v4", "DeepseekV4ForCausalLM"), 0).unsolved
+    assert unsolved["self_attn.o_a_proj"] == "in a module that does more than multiply"
 
 
 def test_a_map_whose_output_is_added_times_a_constant_is_a_writer() -> None:
@@ -76,4 +76,4 @@ def test_a_map_whose_output_is_added_times_a_constant_is_a_writer() -> None:
     assert found.keys() == writers.keys()
     for module, writer in writers.items():
         assert found[module].factor == pytest.approx(writer.factor, abs=rounding())
-        assert found[module].before == pytest.approx(writer.before, abs=rounding())
+        assert found[module].stream == pytest.approx(writer.stream, abs=rounding())

@@ -24,7 +24,6 @@ from mergekit_slta.engine.streams import make_batches
 from mergekit_slta.featcal import merge, regression
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import ENOUGH_TOKENS
-from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 
@@ -49,7 +48,7 @@ def worst(found: State, expected: State) -> float:
 
 def solved_names(decoder: Decoder) -> set[str]:
     """The tensors that are solved, by the model's names."""
-    head = output_head(decoder)
+    head = decoder.head
     return families.solved_in_layers(decoder) | ({name for name in (head.weight, head.bias) if name} if head else set())
 
 
@@ -218,7 +217,7 @@ def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
     first, *_, last = caplog.messages
     maps = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj"
     assert first.startswith(f"Layer 0: {maps} (their inputs are not finite)") and "output head" in last
-    assert len(caplog.messages) == LAYERS * 4 + 1
+    assert len(caplog.messages) == LAYERS + 1
 
 
 # How far the features are
@@ -264,7 +263,7 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
     family = make_family(families.config_of("mixtral", num_local_experts=24))
     decoder = trace(family.config)
     anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
-    names = {name: full for name, full in decoder.layer_tensors(0).items() if name.endswith("experts.down_proj")}
+    names = {name: full for name, full in decoder.layer_tensors[0].items() if name.endswith("experts.down_proj")}
     draw = torch.Generator().manual_seed(0)
     tensors = [{name: torch.randn(24, 400, 300, generator=draw) for name in names} for _ in family.folders]
     anchor.of(names, [{name: tensor[..., :8] for name, tensor in own.items()} for own in tensors])  # the first warms up

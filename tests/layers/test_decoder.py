@@ -43,7 +43,7 @@ def edges_of(decoder: Decoder, state: State) -> State:
 
 
 def weights_of(decoder: Decoder, state: State, layer: int) -> State:
-    return {name: state[full] for name, full in decoder.layer_tensors(layer).items()}
+    return {name: state[full] for name, full in decoder.layer_tensors[layer].items()}
 
 
 def embedded(decoder: Decoder, state: State, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:

@@ -125,7 +125,7 @@ def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
 
 
 NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "on_device"}  # called before, or not at all
-NOT_HERE |= {"_attending_causally", "first_line"}
+NOT_HERE |= {"first_line"}
 HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in NOT_HERE]
 OF_TRIALS = ["read_by", "summands", "has_mixed", "confirms", "_run"]
 
@@ -174,4 +174,4 @@ def test_a_map_writes_through_a_child_that_multiplies_by_no_more_than_a_vector(
     norms = {module: writer.norm for module, writer in writers.items()}
     assert norms == {**of_attention, "mlp.down_proj": "post_feedforward_layernorm"}
     before = {INPUT: 1.0, "post_attention_layernorm": 1.0}
-    assert writers["mlp.down_proj"].before == pytest.approx(before, abs=state_rounding(layers=1))
+    assert writers["mlp.down_proj"].stream == pytest.approx(before, abs=state_rounding(layers=1))

@@ -370,7 +370,7 @@ def _solves_most(decoder: Decoder) -> bool:
     """Whether featcal solves more than half of the tensors that hold linear maps."""
     every = set()
     for layer, module in enumerate(decoder.layers):
-        names = decoder.layer_tensors(layer)
+        names = decoder.layer_tensors[layer]
         every |= {names[m.weight] for m in linear_maps(module)}
     return len(every & families.solved_in_layers(decoder)) > len(every) / 2
 

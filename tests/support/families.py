@@ -33,7 +33,6 @@ from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import feature_merge as solve_features
 from mergekit_slta.featcal.solution import SolvedModel
 from mergekit_slta.host import patches
-from mergekit_slta.layers.calls import output_head
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace, trace_model
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -554,7 +553,7 @@ def feature_merge(
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
     anchor = ActmatAnchor(models, decoder, keep_weight)
-    arguments = {"ridge": 0.1, "head": None if decoder.tail_problem else output_head(decoder)} | arguments
+    arguments = {"ridge": 0.1, "head": None if decoder.tail_problem else decoder.head} | arguments
     with batches_of(batch_tokens):
         solve_features(decoder, anchor, tasks or family.token_ids(), partial, **arguments)
     return SolvedModel(decoder, partial)
@@ -563,14 +562,14 @@ def feature_merge(
 def solved_in_layers(decoder: Decoder) -> set[str]:
     """The tensors of the layers that a feature merge solves, by the model's names."""
     layers = enumerate(groups_by_layer(decoder))
-    maps = [(decoder.layer_tensors(at), m) for at, own in layers for group in own.groups for m in group.maps]
+    maps = [(decoder.layer_tensors[at], m) for at, own in layers for group in own.groups for m in group.maps]
     return {names[key] for names, m in maps for key in (m.weight, m.bias) if key}
 
 
 def actmat_state(family: Family) -> dict[str, torch.Tensor]:
     """Every tensor of the anchor of a feature merge, by the model's names."""
     decoder, model = trace(family.config), family.model(0)
-    layers = (decoder.layer_tensors(layer).values() for layer in range(len(decoder)))
+    layers = (decoder.layer_tensors[layer].values() for layer in range(len(decoder)))
     names = {name: name for name in [*decoder.edge_tensors, *itertools.chain(*layers)]}
     anchor = ActmatAnchor(checkpoints(family.folders), decoder).read(names, decoder.model)
     model.load_state_dict(anchor, strict=False)
