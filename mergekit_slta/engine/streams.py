@@ -143,7 +143,7 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
 
 
 class Source(Protocol):
-    """Weights that a stream begins with."""
+    """A model, or a merge in the making, whose embedding a stream begins with."""
 
     def read(
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
