@@ -84,6 +84,11 @@ def merge_by_covariance(
     return reference + solution
 
 
+def matrix_bytes(rows: int, columns: int) -> int:
+    """The bytes that it takes to merge matrices of this shape, beside their task matrices."""
+    return PRECISION.itemsize * (7 * rows * columns + 4 * columns**2)
+
+
 def covariance(task: torch.Tensor) -> torch.Tensor:
     """C_t [n, n] of a task matrix [m, n] that counts once; zero where the expert did not touch it."""
     scaled = _scaled(task)

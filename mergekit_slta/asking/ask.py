@@ -36,7 +36,7 @@ from mergekit_slta.data.records import (
 )
 from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_template
 from mergekit_slta.engine.loop import progress_bar
-from mergekit_slta.engine.memory import LIBRARIES
+from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model
@@ -114,7 +114,7 @@ def ask(
     batches = [batch for batch in batches if not answered.keys() >= {*batch}]
     if batches and not experiment.quiet:
         longest = max(len(prompt.ids) for prompt in asked)
-        nbytes = _memory(experiment.model(reference), longest, longest + limit, min(BATCH, len(asked)))
+        nbytes = answer_bytes(experiment.model(reference), longest, longest + limit, min(BATCH, len(asked)))
         click.echo(f"Memory: about {as_size(nbytes)}", err=True)
     with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
         loaded = _loaded(experiment, checkpoint, source) if batches else None
@@ -196,13 +196,15 @@ def _turns(record: Record, where: str) -> Turns:
     )
 
 
-def _memory(model: Model, prompt: int, answered: int, rows: int) -> int:
+def answer_bytes(model: Model, prompt: int, answered: int, rows: int) -> int:
     """The bytes of a whole model as it is stored, and of keys, values and features of rows with so many tokens."""
     stored, count = (sum(getattr(header, of) for header in model.tensors.values()) for of in ("nbytes", "count"))
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     width, layers, heads = (model.size(name) or 1 for name in names)
     keys = layers * width * (model.size("num_key_value_heads") or heads) // heads
-    numbers, mask = rows * (2 * keys * answered + 20 * width * prompt), 5 * rows * prompt**2
+    widest = max(header.shape[-1] for header in model.tensors.values() if len(header.shape) > 1)
+    numbers = rows * (2 * keys * answered + (8 * width + 4 * widest) * prompt)
+    mask = MASK * rows * prompt**2 * (rows > 1)  # of rows that differ in length
     return LIBRARIES + stored + stored // max(count, 1) * numbers + mask
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, hidden_size, layer_bytes, map_shapes
-from mergekit_slta.engine.streams import fitting_batch, waiting_bytes
+from mergekit_slta.actmat import covariance
+from mergekit_slta.engine.memory import LIBRARIES, NUMBER
 from mergekit_slta.errors import MachineError, SltaError
-from mergekit_slta.featcal.merge import HEAD_ELEMENTS, waiting
+from mergekit_slta.featcal.merge import feature_merge_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.headers import ADAPTER_CONFIG, Model, TensorHeader
@@ -28,6 +28,8 @@ from mergekit_slta.recipe.settings import (
     SftmSettings,
     SltaSettings,
 )
+from mergekit_slta.sftm import superpose
+from mergekit_slta.slta.calibrate import calibration_bytes
 from mergekit_slta.tables import as_size
 
 
@@ -96,30 +98,9 @@ def _running(experiment: Experiment) -> int:
     decoder = replace(experiment.decoder, device=torch.device("cpu" if experiment.device == "cpu" else "cuda"))
     drawn = {task: data.token_ids for (task, _), data in experiment.drawn.items()}
     tasks = [drawn.get(task) or [[0] * settings.max_tokens] * task.samples for task in recipe.tasks]
-    tokens = sum(len(row) for task in tasks for row in task)
-    batched = min(tokens, fitting_batch(decoder))  # a batch that is on its way through a layer counts twice
-    layers, edge = models * layer_bytes(decoder), edge_bytes(decoder)
-    if decoder.device.type != "cpu":
-        layers += layers // 2  # which are read ahead
     if isinstance(settings, SltaSettings):
-        whole, linear = settings.level == "model", settings.level == "linear"
-        states = waiting_bytes(tokens, hidden_size(decoder), models if whole else 1)
-        # Of each model the outputs of both branches and their parts, of the last one what is inside the MLP.
-        batch = batch_bytes(decoder, tasks, hidden=8 * models, inner=5 if linear else 3)
-        return states + max(edge * (models if whole else 1), (1 + linear) * layers + batch)
-    shapes = map_shapes(decoder) or {(0, 0)}
-    anchor = max((models + 7) * rows * columns + 4 * columns**2 for rows, columns in shapes)
-    sums = max(5 * columns**2 + 3 * rows * columns for rows, columns in shapes)
-    solving = max(2 * columns**2 + 3 * rows * columns for rows, columns in shapes)
-    batch = max(batch_bytes(decoder, tasks, hidden=20, inner=10), NUMBER * solving)
-    inside = layers * (models + 1) // models + max(NUMBER * anchor, NUMBER * sums + batch)
-    # The embeddings of all models and their mean; or the heads, of which a part is solved.
-    head = min(edge // NUMBER, HEAD_ELEMENTS) if decoder.head else 0
-    features = batch_bytes(decoder, tasks, hidden=3 * head // hidden_size(decoder) ** 2, inner=0)
-    ends = max((models + 1) * edge, models * edge + 4 * NUMBER * head + features)
-    return max(
-        waiting_bytes(tokens, hidden_size(decoder), 2) + ends, waiting(experiment.decoder, tokens + batched) + inside
-    )
+        return calibration_bytes(decoder, models, tasks, settings.level)
+    return feature_merge_bytes(decoder, models, tasks)
 
 
 def _merging(experiment: Experiment, written: int) -> int:
@@ -134,11 +115,11 @@ def _merging(experiment: Experiment, written: int) -> int:
     def held(header: TensorHeader) -> int:
         (rows, columns), stored = header.shape[-2:], header.nbytes // header.count
         loaded = (experts + 1) * dtype.itemsize * header.count if dtype and dtype.itemsize != stored else 0
-        solving, rank = 0, min(rows, columns)
+        solving = 0
         if isinstance(settings, ActmatSettings) and rows != base.vocabulary:
-            solving = NUMBER * (7 * rows * columns + 4 * columns**2)
+            solving = covariance.matrix_bytes(rows, columns)
         if isinstance(settings, SftmSettings) and rows != base.vocabulary:
-            solving = 8 * rank * (experts * (rows + columns) + (experts + 3) ** 2 * rank // 2)
+            solving = superpose.matrix_bytes(rows, columns, experts)
         # The merged tensor; or task vectors and their merge, which of a stack exists twice.
         copies = 1 if isinstance(settings, CalibrationSettings) else experts + 1 + (len(header.shape) > 2)
         return loaded + NUMBER * copies * header.count + solving

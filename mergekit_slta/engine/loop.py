@@ -29,7 +29,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.engine.memory import hidden_size, layer_bytes
+from mergekit_slta.engine.memory import layer_bytes, states_bytes
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
@@ -40,7 +40,6 @@ from mergekit_slta.engine.streams import (
     decoder_batches,
     fitting_batch,
     takes_little,
-    waiting_bytes,
 )
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
@@ -144,8 +143,7 @@ def pass_layers(
 def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
     """What memory must hold at once, and what makes it less."""
     decoder, models, streams = method.decoder, len(method.models), len(method.sources())
-    tokens = sum(len(token_ids) for samples in method.tasks for token_ids in samples)
-    layers, states = models * layer_bytes(decoder), waiting_bytes(tokens, hidden_size(decoder), streams)
+    layers, states = layer_bytes(decoder, models), states_bytes(decoder, method.tasks, streams)
     fixes = ["use fewer prompts ('samples') or shorter ones ('max_tokens')"]
     fixes += ["start fewer processes"] if method.ranks.count > 1 else []
     fixes += ["compute without a GPU"] if decoder.device.type != "cpu" else []

@@ -1,10 +1,17 @@
-"""How much memory it takes to run models layer by layer, counted beforehand; all sizes are in bytes, in float32."""
+"""How much memory it takes to run models layer by layer, counted beforehand; all sizes are in bytes, in float32.
+
+Each method counts its own, beside itself, from these parts.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+
 import torch
 
-from mergekit_slta.engine.streams import Tasks, fitting_batch, make_batches
+from mergekit_slta.engine.streams import Tasks, fitting_batch, make_batches, waiting_bytes
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, routed_tensors
 
@@ -12,9 +19,24 @@ NUMBER = torch.float32.itemsize
 # Python and its libraries, once they have merged a tiny model.
 LIBRARIES = 400_000_000
 SCORES = 3  # copies of the scores of all pairs of tokens, where attention has them in memory
-# Freed tensors below the first size stay with the process, in pieces that larger ones do not fit in. The share covers
-# the peaks of merges with prompts of 5,000 tokens; it was not measured by itself.
-MAPPED, FRAGMENTS = 2**25, 1.45
+TOKEN = 200  # bytes of its text and of its number, in all forms that a run has of them
+MASK = 6  # bytes for each pair of tokens, where torch's attention is given a mask: two booleans, and a number
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED = -1, -3, 2**20
+
+
+def return_freed_memory() -> None:
+    """Have glibc give what this process frees back to the system, so that it takes what is counted.
+
+    By itself, glibc keeps freed blocks of up to 32 MiB, in pieces that larger ones do not fit in: a ``featcal`` merge
+    of many prompts took 395 MB where 268 were in use. To get large blocks from the system each time costs a batch of
+    ``slta`` 20 to 40 % of its time in a model with 768 dimensions, and 5 % with 2,048. The environment's own setting
+    stays.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+            set_option = ctypes.CDLL(None).mallopt
+            set_option(M_MMAP_THRESHOLD, MAPPED)
+            set_option(M_TRIM_THRESHOLD, 16 * MAPPED)
 
 
 def hidden_size(decoder: Decoder) -> int:
@@ -22,8 +44,8 @@ def hidden_size(decoder: Decoder) -> int:
     return int(decoder.model.config.get_text_config().hidden_size)
 
 
-def layer_bytes(decoder: Decoder) -> int:
-    """The size of a model's largest layer; of a mixture's routed experts, one is in memory at a time."""
+def layer_bytes(decoder: Decoder, models: int) -> int:
+    """The size of the largest layer of so many models; of a mixture's routed experts, one is in memory at a time."""
 
     def numbers(layer: torch.nn.Module) -> int:
         state, stacks = layer.state_dict(), routed_tensors(layer)
@@ -31,7 +53,14 @@ def layer_bytes(decoder: Decoder) -> int:
             len(state[name]) and state[name].numel() // (len(state[name]) if name in stacks else 1) for name in state
         )
 
-    return NUMBER * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind)
+    nbytes = NUMBER * models * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind)
+    return nbytes if decoder.device.type == "cpu" else nbytes + nbytes // 2  # with what is read ahead, as it is stored
+
+
+def states_bytes(decoder: Decoder, tasks: Tasks, streams: int) -> int:
+    """The size of all samples, and of their hidden states in so many models."""
+    tokens = sum(len(row) for task in tasks for row in task)
+    return TOKEN * tokens + waiting_bytes(tokens, hidden_size(decoder), streams)
 
 
 def edge_bytes(decoder: Decoder) -> int:
@@ -47,6 +76,11 @@ def map_shapes(decoder: Decoder) -> set[tuple[int, int]]:
     return {(rows, columns) for m, state in pairs for rows, columns in [m.matrix(state).shape]}
 
 
+def largest_batch(decoder: Decoder, tasks: Tasks) -> int:
+    """The positions of the largest batch, padding included."""
+    return max(batch.token_ids.numel() for batch in make_batches(tasks, fitting_batch(decoder)))
+
+
 def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int) -> int:
     """The size of the features of a batch in a layer.
 
@@ -55,14 +89,11 @@ def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int) -> int:
         tasks: the token ids of each task's samples.
         hidden, inner: how many hidden states, and inputs of the widest map, of each position are in memory at once.
     """
-    config, batches = decoder.model.config.get_text_config(), make_batches(tasks, fitting_batch(decoder))
+    config = decoder.model.config.get_text_config()
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
-    positions = max(batch.token_ids.numel() for batch in batches)
-
-    def taken(width: int, copies: int) -> int:
-        size = NUMBER * positions * width
-        return int(copies * size * (FRAGMENTS if size < MAPPED else 1))
-
-    scores = (getattr(config, "num_attention_heads", None) or 0) * max(max(batch.lengths) for batch in batches)
-    eager = SCORES if config._attn_implementation == "eager" else 0
-    return taken(hidden_size(decoder), hidden) + taken(widest, inner) + taken(scores, eager)
+    positions, longest = largest_batch(decoder, tasks), max(len(row) for task in tasks for row in task)
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    pair = MASK if any(window and window < longest for window in windows) else 0
+    if config._attn_implementation == "eager":
+        pair = NUMBER * (1 + SCORES * (getattr(config, "num_attention_heads", None) or 0))
+    return positions * (NUMBER * (hidden * hidden_size(decoder) + inner * widest) + pair * longest)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress, layer_bar, pass_layers
-from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, hidden_size, layer_bytes
+from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, layer_bytes, states_bytes
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, read_edges, waiting_bytes
+from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder
@@ -93,9 +93,8 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     logits = (
         NUMBER * decoder.model.config.get_text_config().vocab_size * (max(LOGIT_POSITIONS, *lengths) + 2 * max(lengths))
     )
-    layer = layer_bytes(decoder) + batch_bytes(decoder, tasks, hidden=12, inner=4)
-    states = waiting_bytes(sum(lengths), hidden_size(decoder), 1)
-    return LIBRARIES + states + max(edge_bytes(decoder) + logits, layer)
+    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, tasks, hidden=12, inner=4)
+    return LIBRARIES + states_bytes(decoder, tasks, 1) + max(edge_bytes(decoder) + logits, layer)
 
 
 @dataclass

@@ -50,6 +50,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
+from mergekit_slta.engine import memory
 from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -127,6 +128,25 @@ def feature_merge(
 def stages(decoder: Decoder, head: LinearMap | None) -> int:
     """How many stages a feature merge has: the groups of maps, and the output head."""
     return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
+
+
+def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
+    """The bytes that it takes to merge so many models, the base model included."""
+    shapes, layers = memory.map_shapes(decoder) or {(0, 0)}, memory.layer_bytes(decoder, models)
+    # A batch that is on its way through a layer counts twice.
+    tokens = sum(len(row) for task in tasks for row in task) + memory.largest_batch(decoder, tasks)
+    anchor = max((models + 7) * rows * columns + 4 * columns**2 for rows, columns in shapes)
+    sums = max(5 * columns**2 + 3 * rows * columns for rows, columns in shapes)
+    solving = max(2 * columns**2 + 3 * rows * columns for rows, columns in shapes)
+    batch = max(memory.batch_bytes(decoder, tasks, hidden=20, inner=7), memory.NUMBER * solving)
+    inside = layers * (models + 1) // models + max(memory.NUMBER * anchor, memory.NUMBER * sums + batch)
+    # The embeddings of all models and their mean; or the heads, of which a part is solved.
+    edge = memory.edge_bytes(decoder)
+    head = min(edge // memory.NUMBER, HEAD_ELEMENTS) if decoder.head else 0
+    features = memory.batch_bytes(decoder, tasks, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0)
+    ends = max((models + 1) * edge, models * edge + 4 * memory.NUMBER * head + features)
+    during = memory.TOKEN * tokens + waiting(decoder, tokens) + inside
+    return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
 
 
 def waiting(decoder: Decoder, tokens: int) -> int:
@@ -356,25 +376,30 @@ class _Layer:
         return sums[0] / sums[1]
 
     def tokens_of(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
-        """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
+        """The tokens of a task at maps of one input."""
         for number, batch in self.streams.batches_of(task):
-            hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
-            merged, expert = self._run(MERGED, number, group), self._run(EXPERT, number, group)
-            streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, expert), strict=True)]
-            outputs, (places, token_weights) = [], self.merge.of_tokens(batch)
-            for linear_map in group.maps:
-                output, offset = batch.unpadded(expert.outputs[linear_map.module]), linear_map.offset(self.owners[task])
-                if (writer := self.maps.writers.get(linear_map.module)) is not None:
-                    drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
-                    if writer.norm is not None:
-                        factors, counts = _before_norm(output, batch.unpadded(expert.outputs[writer.norm]))
-                        token_weights = token_weights.to(counts.device) * counts
-                    if drift is not None:
-                        output = output + DRIFT * factors * batch.unpadded(drift)
-                outputs.append(output if offset is None else output - offset)
-            inputs = batch.unpadded(merged.inputs[group.module][0])
-            yield inputs, torch.cat(outputs, 1), places, token_weights
+            yield self._tokens_of_batch(number, batch, group)
             report(len(batch.rows))
+
+    def _tokens_of_batch(self, number: int, batch: Batch, group: MapGroup) -> Tokens:
+        """Those of a batch, with half of the drift where a map can correct it."""
+        hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
+        merged, expert = self._run(MERGED, number, group), self._run(EXPERT, number, group)
+        streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, expert), strict=True)]
+        outputs, (places, token_weights) = [], self.merge.of_tokens(batch)
+        for linear_map in group.maps:
+            output = batch.unpadded(expert.outputs[linear_map.module])
+            if (writer := self.maps.writers.get(linear_map.module)) is not None:
+                drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
+                if writer.norm is not None:
+                    factors, counts = _before_norm(output, batch.unpadded(expert.outputs[writer.norm]))
+                    token_weights = token_weights.to(counts.device) * counts
+                if drift is not None:
+                    output = output + DRIFT * factors * batch.unpadded(drift)
+            offset = linear_map.offset(self.owners[batch.task])
+            outputs.append(output if offset is None else output - offset)
+        inputs = batch.unpadded(merged.inputs[group.module][0])
+        return inputs, torch.cat(outputs, 1), places, token_weights
 
     def _drift(self, writer: Writer, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
         """By how much the expert's residual stream differs from the merged model's where a module writes to it.

@@ -45,6 +45,12 @@ class SingularFeatures(NamedTuple):
     right: torch.Tensor
 
 
+def matrix_bytes(rows: int, columns: int, experts: int) -> int:
+    """The bytes that it takes to merge so many task matrices of this shape, in float64, beside these."""
+    rank = min(rows, columns)
+    return 8 * rank * (experts * (rows + columns) + (experts + 3) ** 2 * rank // 2)
+
+
 def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
     """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
 

@@ -1,23 +1,19 @@
 """What a merge takes, against sizes counted by hand, and a disk that has room for it."""
 
-import json
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support import families
 from support.adapters import write_adapter
 from support.examining import feature_recipe, only, problems
 from support.families import Family
 from support.hub import serve
-from support.processes import run_python
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.checks.space import Needs, needs
-from mergekit_slta.engine import memory
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -29,55 +25,6 @@ WHOLE = LAYERS * LAYER + 2 * EMBEDDING + WIDTH
 
 def needed(family: Family, method: str, **parameters: Any) -> Needs:
     return needs(families.experiment(families.recipe(family, method, **parameters)))
-
-
-# Prints the peak of a command above what the process took before, once a tiny one has run.
-WATCHED = """
-import sys
-from support.memory import peak_of
-from mergekit_slta.cli.commands import main
-for arguments in sys.argv[1].split(";"):
-    print(peak_of(lambda: main(arguments.split(), standalone_mode=False)))
-"""
-
-
-@pytest.mark.parametrize(
-    ("method", "sizes", "prompts", "tokens"),
-    [
-        ("slta", {"hidden_size": 128, "intermediate_size": 512}, 1, 3000),
-        ("featcal", {"hidden_size": 64, "intermediate_size": 512}, 30, 256),
-    ],
-)
-def test_the_memory_that_is_said_is_what_many_or_long_prompts_take(
-    method: str,
-    sizes: dict[str, int],
-    prompts: int,
-    tokens: int,
-    llama: Family,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Counted without the pieces that freed tensors leave, because glibc gives back here what is freed."""
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    monkeypatch.setattr(memory, "FRAGMENTS", 1)
-    config = families.config_of("llama", **sizes, num_hidden_layers=1, max_position_embeddings=tokens)
-    family = families.make_family(tmp_path / "models", config, dtype=torch.bfloat16, scale=0.02)
-    for task, file in enumerate(family.data):
-        text = families.ALPHABETS[task] * (tokens // 10)
-        file.write_text("".join(json.dumps({"text": text[number:]}) + "\n" for number in range(prompts)))
-    settings: dict[str, Any] = {"samples": prompts, "max_tokens": tokens}
-    content = families.recipe(family, method, out_dtype="bfloat16", **settings)
-    recipe = families.write_recipe(tmp_path / "recipe.yml", content)
-    little = families.write_recipe(tmp_path / "little.yml", families.recipe(llama, method, samples=2))
-    commands = (f"merge {file} {tmp_path}/out{number} --quiet" for number, file in enumerate((little, recipe)))
-    done = run_python("-c", WATCHED, ";".join(commands))
-    peak = int(done.stdout.splitlines()[-1])
-    experiment = families.experiment(content)
-    experiment.load_data(experiment.recipe.tasks)
-    said = needs(experiment).memory - memory.LIBRARIES
-    print(f"{method}: peak {peak / 1e6:.0f} MB, said {said / 1e6:.0f} MB")
-    assert 3 * memory.layer_bytes(experiment.decoder) < said / 4
-    assert peak <= said <= 1.25 * peak
 
 
 def test_the_disk(llama: Family) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def memory_of_this_process(kind: str = "RssAnon") -> int:
+def anonymous_memory() -> int:
+    """The bytes of this process that no file holds."""
+    resident, shared = map(int, Path("/proc/self/statm").read_bytes().split()[1:3])
+    return (resident - shared) * resource.getpagesize()
+
+
+def memory_of_this_process(kind: str) -> int:
     """A line of the kernel's account of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
@@ -41,7 +48,7 @@ class PeakMemory:
         self.bytes = 0
 
     def __enter__(self) -> PeakMemory:
-        self._start = memory_of_this_process()
+        self._start = anonymous_memory()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -49,7 +56,7 @@ class PeakMemory:
 
     def look(self) -> None:
         """Look now."""
-        self.bytes = max(self.bytes, memory_of_this_process() - self._start)
+        self.bytes = max(self.bytes, anonymous_memory() - self._start)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):

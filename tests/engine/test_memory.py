@@ -1,0 +1,118 @@
+"""The memory that ``check``, ``ask`` and ``evaluate`` say, against the peaks of models in which one thing is large."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from support import depths, families, memory
+from support.families import Family
+from support.processes import TIMEOUT
+from support.slow import slow_but
+
+from mergekit_slta.asking import ask as asking
+from mergekit_slta.checks.space import needs
+from mergekit_slta.engine.memory import LIBRARIES
+from mergekit_slta.evaluation import evaluate as evaluating
+from mergekit_slta.recipe.recipe import Recipe
+
+
+class Case(NamedTuple):
+    """A family and its prompts."""
+
+    architecture: str = "llama"
+    sizes: Mapping[str, Any] = MappingProxyType({})
+    prompts: int = 2  # of each task
+    tokens: int = 16  # of each prompt
+
+
+# By what is large.
+CASES = {
+    "many prompts": Case("llama", {"hidden_size": 64, "intermediate_size": 128}, 60, 256),
+    "long prompts": Case("llama", {"hidden_size": 64, "intermediate_size": 256}, 1, 3000),
+    "wide MLP": Case("llama", {"hidden_size": 32, "intermediate_size": 1024}, 8, 128),
+    "weights": Case("llama", {"hidden_size": 384, "intermediate_size": 1536}),
+    "masks": Case("mistral", {"sliding_window": 64}, 1, 3000),
+}
+GRID = [("slta", name) for name in ("many prompts", "long prompts", "masks")]
+GRID += [("evaluate", "long prompts"), ("ask", "wide MLP")]
+GRID += [("featcal", name) for name in ("many prompts", "long prompts", "wide MLP", "weights")]
+QUICK = [("slta", "long prompts"), ("featcal", "wide MLP")]
+
+
+def family_of(case: Case, folder: Path) -> Family:
+    """A family with twice as many records as prompts, no two of them alike."""
+    sizes = {**case.sizes, "num_hidden_layers": 1, "max_position_embeddings": 8192}
+    family = families.make_family(folder, families.config_of(case.architecture, **sizes), dtype=torch.bfloat16)
+    for task, file in enumerate(family.data):
+        text = families.ALPHABETS[task] * (case.tokens // 10 + 1)
+        records = [{"text": f"{number:03}{text}"[: case.tokens - 2 - number % 5]} for number in range(2 * case.prompts)]
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return family
+
+
+@contextmanager
+def said_by(module: Any, name: str, said: list[int]) -> Iterator[None]:
+    """Within it, what a function of a module says is noted."""
+    counted = getattr(module, name)
+
+    def count(*arguments: Any) -> int:
+        said.append(counted(*arguments))
+        return said[-1]
+
+    with mock.patch.object(module, name, count):
+        yield
+
+
+def work(method: str, case: Case, family: Family, folder: Path) -> int:
+    """Merge, ask or evaluate; returns what is said that it takes."""
+    said: list[int] = []
+    settings: dict[str, Any] = {"samples": case.prompts, "max_tokens": case.tokens}
+    recipe = families.recipe(
+        family, method if method in ("slta", "featcal") else "slta", out_dtype="bfloat16", **settings
+    )
+    if method == "ask":
+        with said_by(asking, "answer_bytes", said):
+            asking.ask(family.base, folder / "answers.jsonl", family.data[0], samples=case.prompts, max_new_tokens=8)
+    elif method == "evaluate":
+        with said_by(evaluating, "scoring_bytes", said):
+            evaluating.evaluate(Recipe(recipe), [family.experts[0]], samples=case.prompts)
+    else:
+        families.merge(recipe, folder / "merged")
+        experiment = families.experiment(recipe)
+        experiment.load_data(experiment.recipe.tasks)
+        said.append(needs(experiment).memory)
+    return said[0] - LIBRARIES
+
+
+def report(method: str, case: Case, folder: Path, answer: Connection) -> None:
+    """Send the peak above what a little such work leaves, and what is said."""
+    little, said = Case(case.architecture), list[int]()
+    work(method, little, family_of(little, folder / "little"), folder / "little")
+    family = family_of(case, folder)
+    peak = memory.peak_of(lambda: said.append(work(method, case, family, folder)))
+    answer.send((peak, *said))
+
+
+@depths.needs_account
+@pytest.mark.parametrize("case", slow_but(QUICK, GRID), ids=" of ".join)
+def test_the_memory_that_is_said_is_what_is_taken(
+    case: tuple[str, str], forks: ForkServerContext, tmp_path: Path
+) -> None:
+    """Where glibc gives back what is freed, as the test's process has it do."""
+    method, name = case
+    receive, answer = forks.Pipe(duplex=False)
+    process = forks.Process(target=report, args=(method, CASES[name], tmp_path, answer), daemon=True)
+    process.start()
+    process.join(TIMEOUT)
+    assert process.exitcode == 0
+    peak, said = receive.recv()
+    print(f"{method}, {name}: peak {peak / 1e6:.1f} MB, said {said / 1e6:.1f} MB")
+    assert peak <= said <= 1.25 * peak
