@@ -235,13 +235,14 @@ def verdict(tasks: Mapping[str, TaskComparison], plan: Plan) -> Verdict:
         lines.append("What it retains of the base model was not measured: there were no prompts for that.")
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"no better than {rival}"
-        lines.append(f"{MERGE} is {words} by more than chance ({ahead:+.2f} ± {error:.2f}).")
+        lines.append(f"{MERGE} is {words} by more than chance (on average {ahead:+.2f} ± {error:.2f}).")
     if plan.answers:
         lines.append(
             "The models answered general prompts, which say little about a narrow task; prompts of the task itself "
             "(--calibration) say more."
         )
     best = MERGE if better else rival
+    lines.append(f"The merge is in {plan.merges[best].output}, its scores and a report in {plan.folder}.")
     return Verdict([*lines, f"Next: {_next(tasks, best, plan)}"], best)
 
 
@@ -273,13 +274,14 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     recipe, taken = (shlex.quote(str(step.output)) for step in (plan.recipes[MERGE], plan.merges[best]))
     publish, again = f"mergekit-slta publish {taken} ORG/NAME", f"&& {plan.again(plan.experts, str(plan.folder))}"
     if best != MERGE:
-        return f"take {best}, since the experts hardly interfere: {publish}"
+        return f"take {best}, since {MERGE} is no better here: {publish}"
     shares = {title: task.mean(MERGE) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
-        return publish
+        return f"publish it, since on every task it gives {ENOUGH} of what that task's own model gives: {publish}"
     if weakest == BASE:
-        return f"count the base model's prompts more: sed -i 's/weight: 1.0 /weight: 2.0 /' {recipe} {again}"
+        why = f"since the merge gives less than {ENOUGH} of what it gives"
+        return f"count the base model's prompts more, {why}: sed -i 's/weight: 1.0 /weight: 2.0 /' {recipe} {again}"
     if general := [expert for expert in plan.experts if expert in plan.answers]:
         answered = shlex.join(["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl"])
         return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"

@@ -56,7 +56,10 @@ def asking(path: ModelPath) -> Iterator[None]:
         named = Path(path.path).expanduser()
         beside = [entry.name for entry in named.parent.iterdir() if entry.is_dir()] if named.parent.is_dir() else []
         near = suggestion(named.name, beside).removesuffix("?")
-        raise refused(f"{path} cannot be used: there is no such {folder}{near}, and ", error) from error
+        problem = f"{path} cannot be used: there is no such {folder}{near}, and "
+        if near:  # no later try mends a name
+            raise SltaError(f"{problem}{reason(error)}.") from error
+        raise refused(problem, error) from error
 
 
 def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:

@@ -163,7 +163,7 @@ def _parameters(
             )
             yield f"'{name}'", f" has no effect: {rest}"
         elif name in OF_OTHERS and name not in specs:
-            yield f"'{name}'", f" has no effect: '{settings.method}' solves what it is for, so delete it."
+            yield f"'{name}'", f" has no effect: '{settings.method}' does not use it, so delete it."
         elif name not in specs:
             yield (
                 f"Unknown parameter '{name}'",

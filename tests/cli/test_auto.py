@@ -158,7 +158,7 @@ def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = 
 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
-    assert judged() == "Next: mergekit-slta publish out/merged/featcal ORG/NAME"
+    assert judged().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
     assert "sed -i 's/weight: 1.0 /weight: 2.0 /' out/recipes/featcal.yml" in judged(keep=0.5)
     assert "sed -i 's/samples: 30 /samples: 60 /' out/recipes/featcal.yml" in judged(task=0.5)
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())

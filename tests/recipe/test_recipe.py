@@ -176,7 +176,7 @@ def test_a_recipe_of_ties_gets_a_sentence_for_each_parameter_and_one_for_the_pro
     models = [{"model": name, "parameters": parameters} for name in names]
     recipe = content(models=models, parameters={"normalize": True, "int8_mask": True})
     shared, own = "in the recipe's parameters", "in the parameters of org/a, org/b and org/c"
-    needless = "has no effect: 'featcal' solves what it is for, so delete it."
+    needless = "has no effect: 'featcal' does not use it, so delete it."
     assert problems(recipe | {"merge_method": "featcal"}) == [
         f"'normalize' {shared} {needless}",
         f"'int8_mask' {shared} {needless}",
