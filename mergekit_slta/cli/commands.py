@@ -463,9 +463,9 @@ def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None
 def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> None:
     """Re-read the merged model in OUT tensor by tensor, and check that programs can use it.
 
-    The tensors must have the names and shapes of the base model's tensors and RECIPE's data type. Their values must be
-    finite, and transformers must load them all. The command lists the base model's files that OUT lacks. It needs
-    neither the experts nor prompts.
+    The tensors must have the names, shapes, types and values that the merge's manifest tells of; edits of a few values
+    do not show. The values must be finite, and transformers must load them all. The command lists the base model's
+    files that OUT lacks. It needs the experts only where they have other names than in the merge.
     """
     from mergekit_slta.output.verify import verify as verify_merge
 

@@ -22,6 +22,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.groups import uncorrected
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
+from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.models.headers import weight_map
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import SOURCES, published_name
@@ -64,6 +65,7 @@ class Manifest(BaseModel, frozen=True):
     versions: dict[str, str]
     # How many tensors there are of each type and shape, as "BF16 [32, 48]", by names with a star for each number.
     tensors: dict[str, dict[str, int]] = {}
+    sha256: str = ""  # of the merged model, as ``MergedModel`` has it
     uncorrected: tuple[int, ...] = ()  # of featcal: the layers in which no map corrects what earlier ones have missed
     # By the model whose task it is: the ``TaskScore`` of the merge, with the numbers of prompts; by ``evaluate``.
     scores: dict[str, dict[str, int | float | None]] = {}
@@ -107,6 +109,7 @@ def describe(
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
         versions=files.versions() | {"commit": commit()} if whole else {},
         tensors=tensor_table(folder) if folder else {},
+        sha256=fingerprint_of(folder) if folder else "",
         uncorrected=tuple(uncorrected(experiment.decoder)) if folder and config.merge_method == "featcal" else (),
     )
 

@@ -22,7 +22,7 @@ from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.checkpoint import is_finite
-from mergekit_slta.models.fingerprint import other_computation
+from mergekit_slta.models.fingerprint import fingerprint_of, other_computation
 from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES
 from mergekit_slta.models.headers import Headers, Model, folder_headers
 from mergekit_slta.models.layout import silenced
@@ -61,10 +61,11 @@ def verify(
 ) -> Verification:
     """Re-read a merged model tensor by tensor, and check that programs can use it.
 
-    Its tensors must be those that its manifest names, by the recipe that the manifest tells of, and their values be
-    finite. transformers loads the folder, by its own configuration and without its weights; configuration and tokenizer
-    must be the base model's, but for what a merge changes. The base model's other tensors and files are looked for.
-    The experts are not opened. Merges by mergekit's own methods have no manifest.
+    Its tensors must be those that its manifest names, with these values, by the recipe that the manifest tells of, and
+    their values be finite. transformers loads the folder, by its own configuration and without its weights;
+    configuration and tokenizer must be the base model's, but for what a merge changes. The base model's other tensors
+    and files are looked for. The experts are opened only where the manifest has other names. Merges by mergekit's own
+    methods have no manifest.
 
     Args:
         recipe: the recipe that was merged, or its file.
@@ -80,7 +81,7 @@ def verify(
     base = experiment.model(config.base_model or config.referenced_models()[0])
     merged_model, notes = ModelReference(model=ModelPath(path=str(folder))), list[str]()
     stored, ours = folder_headers(folder), config.merge_method in SETTINGS
-    changed = list(_not_as_merged(experiment, folder)) if ours else []
+    changed = list(_not_as_merged(experiment, folder, ours))
     problems = [*changed, *tensor_faults(folder, stored, experiment.quiet)]
     try:
         written = experiment.model(merged_model)
@@ -97,19 +98,31 @@ def verify(
     return Verification(tuple(problems), len(stored), tuple(notes))
 
 
-def _not_as_merged(experiment: Experiment, folder: Path) -> Iterator[str]:
+def _not_as_merged(experiment: Experiment, folder: Path, ours: bool) -> Iterator[str]:
     """In what a folder differs from what its manifest says, and the recipe from the one that was merged."""
     recorded = manifest.read(folder)
     if recorded is None:
-        yield f"{folder} has no {MANIFEST_OF_MERGE}, so it holds no merge by this package: is it the recipe's folder?"
+        if ours:
+            none = f"has no {MANIFEST_OF_MERGE}, so it holds no merge by this package"
+            yield f"{folder} {none}: is it the recipe's folder?"
         return
-    if clauses := manifest.differences(recorded, manifest.describe(experiment, whole=False)):
+    if not ours:
+        yield f"{folder} holds a merge by {recorded.method}: is this the recipe of this folder?"
+        return
+    clauses = manifest.differences(recorded, manifest.describe(experiment, whole=False))
+    if clauses:
+        with suppress(SltaError):  # models in another place are known by their content, if they are there
+            whole = manifest.describe(experiment).model_copy(update={"versions": {}})
+            clauses = manifest.differences(recorded, whole)
+    if clauses:
         yield f"{folder} holds another merge, which had {listed(clauses)}: is this the recipe of this folder?"
     stored = manifest.tensor_table(folder) if recorded.tensors else {}
     names = sorted(name for name in recorded.tensors | stored if stored.get(name) != recorded.tensors.get(name))
     wrong = [f"{name} ({_kinds(stored.get(name))} instead of {_kinds(recorded.tensors.get(name))})" for name in names]
     if wrong:
         yield f"The tensors are not those that the merge wrote: {listed(wrong)}."
+    elif recorded.sha256 and fingerprint_of(folder) != recorded.sha256:
+        yield "The tensors have other values than those that the merge wrote: merge again."
 
 
 def _kinds(counts: Mapping[str, int] | None) -> str:

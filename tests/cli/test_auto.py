@@ -41,7 +41,7 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
 
     first = run(*words)
     assert "featcal is better than actmat" in first.stdout
-    assert first.stdout.rstrip().endswith("Next: mergekit-slta publish out/merged/featcal ORG/NAME")
+    assert first.stdout.rstrip().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
     assert [folder.name for folder in Path("out/merged").iterdir()] == ["featcal"]
     assert "Distance of the features by layer" in Path("out/report.html").read_text()
     tasks = json.loads(Path("out/scores.json").read_text())["tasks"]

@@ -17,6 +17,7 @@ from support.families import Family
 from mergekit_slta.data import sources
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.output import manifest
 from mergekit_slta.output.manifest import Manifest, commit, read
 from mergekit_slta.recipe.settings import SETTINGS
@@ -59,6 +60,7 @@ def test_it_says_what_was_merged_and_how_and_names_no_path(method: str, llama: F
         count, shape = len(file.keys()), file.get_slice("model.layers.0.mlp.up_proj.weight").get_shape()
     assert found.tensors["model.layers.*.mlp.up_proj.weight"] == {f"F32 {shape}": families.LAYERS}
     assert sum(sum(counts.values()) for counts in found.tensors.values()) == count
+    assert found.sha256 == fingerprint_of(out)
     assert "/" not in (out / MANIFEST_OF_MERGE).read_text()
 
 

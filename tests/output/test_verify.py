@@ -116,12 +116,13 @@ def test_a_merge_by_mergekits_own_method(llama: Family, tmp_path: Path, sliced: 
             lambda own: [tensor.fill_(torch.nan) for tensor in own.values()],
             " and 27 more; merge in 'dtype: float32'.",
         ),
+        (lambda own: own[QUERY].add_(1.0), "The tensors have other values than those that the merge wrote"),
     ],
 )
 def test_what_is_wrong_is_named(copied: tuple[dict[str, Any], Path], spoil: Spoil, said: str) -> None:
     content, out = copied
     edit_tensors(out, spoil)
-    (problem,) = check(content, out).problems
+    *_, problem = check(content, out).problems
     assert said in problem
 
 
@@ -199,6 +200,19 @@ def test_a_recipe_or_folder_of_another_merge(copied: tuple[dict[str, Any], Path]
     edit_tensors(llama_copy := Path(shutil.copytree(llama.base, out.parent / "base")), lambda own: own[QUERY].add_(1.0))
     (problem,) = check(content | {"base_model": str(llama_copy)}, out).problems
     assert "which had other weights of base" in problem
+    (problem,) = check(of_mergekits_own_method(llama), out).problems
+    assert problem.startswith(f"{out} holds a merge by slta: ")
+
+
+def test_models_that_have_moved_are_known_by_their_content(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", calibration=False)
+    out = families.merge(content, tmp_path / "out")
+    moved = Path(shutil.copytree(llama.experts[0], tmp_path / "moved"))
+    content["models"][0]["model"] = str(moved)
+    assert check(content, out).problems == ()
+    edit_tensors(moved, lambda own: own[QUERY].add_(1.0))
+    (problem,) = check(content, out).problems
+    assert "which had the model expert0" in problem
 
 
 @pytest.mark.parametrize(
@@ -271,4 +285,4 @@ def test_the_command_ends_with_status_1_on_a_problem(copied: tuple[dict[str, Any
     assert "Nothing is wrong" in run("verify", recipe, out, "--quiet").stdout
     edit_tensors(out, lambda tensors: tensors[QUERY][5].mul_(torch.inf))
     said = run("verify", recipe, out, "--quiet", code=1).stderr
-    assert "1 problem found" in said and QUERY in said
+    assert "2 problems found" in said and QUERY in said
