@@ -26,8 +26,11 @@ PARTIAL_OF_MERGE = "mergekit-slta/partial"  # the finished layers of a merge tha
 def write(path: Path, content: bytes) -> None:
     """Write a file through ``replacing``; its folder is created. An OSError leaves an earlier file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as beside:
-        beside.write_bytes(content)
+    try:
+        with replacing(path) as beside:
+            beside.write_bytes(content)
+    except OSError as error:  # which names the file beside it, or none
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def new_file(path: str | os.PathLike[str], extension: str) -> Path:

@@ -1,10 +1,13 @@
 """A file is written whole or not at all."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from mergekit_slta import files
 
@@ -28,3 +31,9 @@ def test_what_killed_writers_left_is_removed_and_what_others_are_writing_is_not(
     others = {entry.name for entry in tmp_path.iterdir() if not entry.name.endswith(f".{killed.pid}")}
     files.write(tmp_path / "file", b"whole")
     assert {entry.name for entry in tmp_path.iterdir()} == others
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=re.escape(f"'{tmp_path / 'folder'}'")):
+        files.write(tmp_path / "folder", b"")

@@ -270,7 +270,7 @@ def solve(
 
     STATS is a file that `calibrate` wrote, the folder of a merge with slta, or hf:ORG/REPO/FILE[@REVISION] on the Hub.
     Solving takes a second and needs neither models nor prompts. The command prints the merging weight of each expert
-    in each submodule, and how close the merged submodule comes to the expert's ("keeps": 1 does what the expert's
+    in each submodule, and how close the merged submodule comes to the expert's ("retained": 1 does what the expert's
     submodule does, 0 what the base model's does). Write models' names in the options as in the printed table or in
     STATS. --task-weight and --model may be repeated. If the base model's prompts were measured, --keep-weight is 1.0 by
     default; 0 leaves them out. For the folder of a merge, the defaults of --level, --ridge, --balance and --keep-weight

@@ -381,8 +381,10 @@ class Solution(Paragraphs):
             SltaError: ``bootstrap`` was not called, or ``share`` is not between 0 and 1.
         """
         inside = number("share", share)
-        if self.draws is None or not 0 < inside < 1:
-            raise SltaError(f"'share' is {inside:g}: give a number between 0 and 1, after a call of bootstrap.")
+        if self.draws is None:
+            raise SltaError("There are no bootstrap draws yet: call bootstrap before intervals.")
+        if not 0 < inside < 1:
+            raise SltaError(f"'share' is {inside:g}: give a number between 0 and 1.")
         ends = torch.tensor([(1 - inside) / 2, (1 + inside) / 2], dtype=torch.float64)
         return {name: drawn.quantile(ends, dim=0) for name, drawn in self.draws.items()}
 
@@ -390,13 +392,13 @@ class Solution(Paragraphs):
         """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
         names = short_names(self.models)
         by_expert = (
-            {"alpha": self.alpha} | ({"alpha_std": self.alpha_std} if self.draws else {}) | {"keeps": self.retained}
+            {"alpha": self.alpha} | ({"alpha_std": self.alpha_std} if self.draws else {}) | {"retained": self.retained}
         )
         columns: dict[str, list[Any]] = {"submodule": list(self.submodules)}
         for quantity, values in by_expert.items():
             numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
             columns |= {f"{quantity} {name}": column for name, column in zip(names, numbers, strict=True)}
-        columns |= {"keeps base": list(self.kept_base.values())} if self.keeps_base else {}
+        columns |= {"kept_base": list(self.kept_base.values())} if self.keeps_base else {}
         return columns | {"condition": list(self.condition.values())}
 
     def plot(self) -> Figure:
@@ -441,7 +443,7 @@ class Solution(Paragraphs):
             alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
             pairs = zip(alpha, columns.pop(f"alpha_std {name}", [math.nan] * len(alpha)), strict=True)
             columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
-        for title in (title for title in columns if title.startswith("keeps ")):
+        for title in (title for title in columns if title.startswith(("retained ", "kept_base"))):
             columns[title] = list(map(as_score, columns[title]))
         columns["condition"] = list(map(plain_number, columns["condition"]))
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
@@ -473,11 +475,12 @@ class Solution(Paragraphs):
         yield self.table()
         pairs = zip(short_names(self.models), self.models, strict=True)
         legend = [f"{short} is {name}" for short, name in pairs if short != name]
-        legend += ["alpha: the merging weight", "keeps: the share of the expert's feature change that the merge keeps"]
+        legend += [
+            "alpha: the merging weight",
+            "retained: the share of the expert's feature change that the merge keeps",
+        ]
         if self.keeps_base:
-            legend += [
-                f"keeps base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"
-            ]
+            legend += [f"kept_base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"]
         legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the prompts hardly determine the weights"]
         legend += ["±: alpha_std, the standard error over bootstrap draws"] if self.draws else []
         yield "; ".join(legend) + "."

@@ -142,8 +142,8 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
         "'alpha' must have weights for each of layer.0, layer.1",
     ),
     (lambda it: it.solution(0.4).bootstrap(10), "were given, not solved"),
-    (lambda it: it.solve().bootstrap(5).intervals(1.0), "between 0 and 1, after a call of bootstrap"),
-    (lambda it: it.solve().intervals(0.9), "between 0 and 1, after a call of bootstrap"),
+    (lambda it: it.solve().bootstrap(5).intervals(1.0), "give a number between 0 and 1"),
+    (lambda it: it.solve().intervals(0.9), "call bootstrap before intervals"),
 ]
 
 
@@ -161,7 +161,7 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     assert table == str(solution.table())
     assert table.splitlines()[0].split() == [
         *("submodule", "alpha", "math", "alpha", "code", "alpha", "<b>chat"),
-        *("keeps", "math", "keeps", "code", "keeps", "<b>chat", "condition"),
+        *("retained", "math", "retained", "code", "retained", "<b>chat", "condition"),
     ]
     first, *_, last, whole = table.splitlines()[1:]
     assert first.split()[1:4] == [f"{weight:.3f}" for weight in solution.alpha["layer.0.attn"].tolist()]
