@@ -73,7 +73,8 @@ def test_the_file_says_what_is_kept_and_gives_it_up(
         .save_recipe(tmp_path / "plain.yml", models={statistics.info.base_model: str(llama.base)})
         .read_text()
     )
-    assert "of the base model on 6 prompts of its own, with weight 0.5." in said
+    words = "of the base model on 6 prompts of its own, with weight 0.5; sha256 of all measured "
+    assert f"{words}{statistics.info.keep.sha256}" in said
     # A subset keeps the base model's task, under the next number.
     part = statistics.select(statistics.info.models[1])
     assert part.task.unique().tolist() == [0, 1]

@@ -527,7 +527,7 @@ class Solution(Paragraphs):
 
     def _origin(self) -> list[str]:
         """Where the weights of a plain recipe come from, for its header."""
-        info, prompts = self.statistics.info, self.statistics.task.bincount().tolist()
+        info, task = self.statistics.info, self.statistics.task
         solved = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
         if self.task_weights:
             solved += f", task weights {':'.join(map(str, self.task_weights))}"
@@ -535,15 +535,20 @@ class Solution(Paragraphs):
             f"The merging weights were given, for level {self.level}."
             if self.by_user
             else f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.",
-            f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}; base model {info.base_model}.",
+            f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}.",
+            f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
         ]
-        lines += [
-            f"Expert {name}: the merge keeps {as_score(share)} of its feature change, on {count} prompts."
-            for name, share, count in zip(info.models, self.retained_overall.tolist(), prompts, strict=False)
-        ]
-        if self.keeps_base:
+        for index, (name, share) in enumerate(zip(info.models, self.retained_overall.tolist(), strict=True)):
+            result = f"the merge keeps {as_score(share)} of its feature change"
+            result = "it changes nothing" if math.isnan(share) else result
             lines.append(
-                f"The merge keeps {as_score(self.kept_base_overall)} of the base model on {prompts[-1]} prompts of its "
-                f"own, with weight {self.keep_weight:g}."
+                f"Expert {name}: {result}; fingerprint {info.fingerprint.experts[index]}; "
+                f"{int((task == index).sum())} prompts, sha256 of all measured {info.calibration[index].sha256}."
+            )
+        if info.keep is not None:
+            lines.append(
+                f"The merge keeps {as_score(self.kept_base_overall)} of the base model on "
+                f"{int((task == len(info.models)).sum())} prompts of its own, with weight {self.keep_weight:g}; "
+                f"sha256 of all measured {info.keep.sha256}."
             )
         return lines
