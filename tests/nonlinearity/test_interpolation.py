@@ -13,7 +13,6 @@ from support import families, reference
 from support.families import LAYERS, Family
 from support.linearity_values import NAMES, assert_same, plan_of
 from support.rounding import distance_rounding
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 from mergekit_slta.nonlinearity.studies import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
 from mergekit_slta.reports.linearity import linearity_page
@@ -158,13 +157,13 @@ def test_the_passes_that_are_announced_are_run(
     studies = [*plan_studies(3, pairs=False), SOME_MERGES]
     planned = plan_of(llama, levels, studies, [samples[:1] for samples in llama.token_ids()])
     planned.measure()  # finds out what it needs to know about the layers
-    ran, forward = list[int](), LlamaAttention.forward
+    ran, attention = list[int](), torch.nn.functional.scaled_dot_product_attention
 
-    def counted(self: Any, *arguments: Any, **more: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> torch.Tensor:
         ran.append(1)
-        return forward(self, *arguments, **more)
+        return attention(*arguments, **more)
 
-    monkeypatch.setattr(LlamaAttention, "forward", counted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     with families.batches_of(1):
         planned.measure()
     assert len(ran) == LAYERS * planned.passes and f"takes {planned.passes} forward passes" in str(planned)

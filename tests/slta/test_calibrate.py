@@ -20,6 +20,7 @@ from support.reference import largest_difference
 from support.rounding import gram_rounding, weight_rounding
 from support.slow import slow_but
 
+from mergekit_slta.engine.memory import TOKEN
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
@@ -134,7 +135,7 @@ def test_batches_are_halved_until_they_fit_and_one_sample_that_does_not_is_an_er
     layer = sum(tensor.nbytes for name, tensor in load_file(llama.base / "model.safetensors").items() if ".0." in name)
     large = (
         f"a layer of 4 models ({as_size(4 * layer)}), the hidden states of all prompts "
-        f"({as_size(80 * 4 * llama.config.hidden_size)}) and a batch of 60 token positions: "
+        f"({as_size(80 * (4 * llama.config.hidden_size + TOKEN))}) and a batch of 60 token positions: "
     )
     with pytest.raises(SltaError, match=re.escape(large) + ".*'samples'.*'max_tokens'"):
         families.measure(llama, *LEVELS, tasks=[[[3] * 60], [[3] * 10], [[4] * 10]])
