@@ -1,4 +1,4 @@
-"""The manifest of a merge: what was merged, and how, for whoever repeats or checks it; without paths and texts."""
+"""The manifest of a merge: what was merged, and how, for whoever repeats it; no absolute paths, no prompts."""
 
 from __future__ import annotations
 

