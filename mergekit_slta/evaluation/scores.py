@@ -106,9 +106,9 @@ class _Scoring(LayerMethod[dict[int, Score]]):
     def sources(self) -> Sequence[Sequence[Source]]:
         return [[self.models[0]] * len(self.tasks)]
 
-    def take_layer(self, layer: int, weights: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         for number, batch in enumerate(streams.batches):
-            streams.run_layer(0, number, weights[0])
+            streams.run_layer(0, number, tensors[0])
             report(len(batch.rows))
         return {}
 

@@ -151,7 +151,7 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
 
 def waiting(decoder: Decoder, tokens: int) -> int:
     """How many bytes of so many tokens wait at most, but for a batch on its way; see ``waiting_bytes``."""
-    width, returned = decoder.model.config.get_text_config().hidden_size, 0
+    width, returned = memory.hidden_size(decoder), 0
     for groups in (maps.groups for maps in groups_by_layer(decoder)):
         held = [0] * (len(groups) + 1)  # of a stream that has run as far as a group, or to the layer's end
         for at, group in enumerate(groups):
@@ -186,8 +186,9 @@ class _FeatureMerge(LayerMethod[Tensors]):
         # Of each token its sample's place among its task's, by their tokens: the order of a draw chooses no ridge.
         self.places: list[torch.Tensor] = []
         for samples in self.tasks:
-            ordered = sorted(range(len(samples)), key=lambda row: [*samples[row]])
-            self.places += [torch.full((len(row),), ordered.index(number)) for number, row in enumerate(samples)]
+            ordered = sorted(range(len(samples)), key=lambda number: [*samples[number]])
+            places = {number: place for place, number in enumerate(ordered)}
+            self.places += [torch.full((len(row),), places[number]) for number, row in enumerate(samples)]
         self.maps = groups_by_layer(self.decoder)
         for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights

@@ -45,12 +45,12 @@ class Interpolation(LayerMethod[Grams]):
             followed += [Blend(self.models, setting) for setting in self.settings]
         return [[model] * len(self.tasks) for model in followed]
 
-    def take_layer(self, layer: int, weights: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
         no_runs = {"linear"} if Parts.of(submodules(self.decoder, "linear", layer)).maps else set[str]()
         features, maps = (
-            LayerFeatures(self.decoder, layer, weights, [level for level in self.levels if level in chosen])
+            LayerFeatures(self.decoder, layer, tensors, [level for level in self.levels if level in chosen])
             for chosen in ({*self.levels} - no_runs, no_runs)
         )
         names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
@@ -59,7 +59,7 @@ class Interpolation(LayerMethod[Grams]):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)
             base, runs = features.run_base(hidden, call, maps.maps), []
             for stream, setting in enumerate(self.settings, 1):
-                blended = blend(weights[0], weights[1:], setting)
+                blended = blend(tensors[0], tensors[1:], setting)
                 runs.append(features.run(blended, base, hidden, call))
                 if "model" in self.levels:
                     streams.run_layer(stream, number, blended)

@@ -89,9 +89,9 @@ class _Calibration(LayerMethod[Grams]):
         names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
         return dict.fromkeys(names, self.shape)
 
-    def take_layer(self, layer: int, weights: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
+    def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
-        features = LayerFeatures(self.decoder, layer, weights, self.levels)
+        features = LayerFeatures(self.decoder, layer, tensors, self.levels)
         measured = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes(layer).items()}
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)
@@ -100,18 +100,18 @@ class _Calibration(LayerMethod[Grams]):
                 measured[name][list(batch.rows)] = grams
             streams.set_output(BASE, number, base.output, base.state)
             for stream in self.followed[1:]:
-                streams.run_layer(stream, number, weights[stream])
+                streams.run_layer(stream, number, tensors[stream])
             report(len(batch.rows))
         return self._add(measured)
 
     def repeat_layer(
-        self, layer: int, weights: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
+        self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Take over the Gram matrices of a layer's file, and run the layer without measuring its submodules again."""
         self.grams |= stored
         for number, batch in enumerate(streams.batches):
             for stream in self.followed:
-                streams.run_layer(stream, number, weights[stream])
+                streams.run_layer(stream, number, tensors[stream])
             report(len(batch.rows))
 
     def finish(self, streams: Streams, report: Progress) -> Grams:
