@@ -96,7 +96,7 @@ def test_the_table_of_a_pair_says_what_is_gained_and_kept() -> None:
 # Slurm
 
 STEPS = {
-    "mergekit-slta": "mergekit-slta check r.yml --trust-remote-code",
+    "mergekit-slta": "mergekit-slta check r.yml --cuda --trust-remote-code",
     "torchrun": "torchrun --standalone --nproc-per-node 4 -m mergekit_slta merge r.yml out --cuda --trust-remote-code",
 }
 

@@ -61,8 +61,8 @@ def main() -> None:
     each task, and `publish` uploads a merged model.
 
     Four commands serve slta alone. `calibrate` measures the models and writes a small statistics file. From this file
-    `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge keeps of
-    each expert. `linearity` measures how far an expert's effect is from being proportional to its weight.
+    `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge retains
+    of each expert. `linearity` measures how far an expert's effect is from being proportional to its weight.
 
     The exit code is 0 for a result without problems; 1 if something is wrong with a recipe, a model, data or a merge; 2
     for a wrong command line; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the
@@ -96,7 +96,7 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 @calibration_files
 @click.option("--keep-base/--no-keep-base", default=True, show_default=True, help="Keep the base model's abilities.")
 @click.option("--against", multiple=True, type=click.Choice(METHODS), help="A method to compare with, too; repeatable.")
-@click.option("--keep", is_flag=True, help="Keep all merged models, not only the best.")
+@click.option("--keep", is_flag=True, help="Delete no merged model; by default, featcal's and the best remain.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option
 def auto(
@@ -344,13 +344,14 @@ def evaluate(
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
     used. The first table ranks the models by accuracy, by task and on average. Accuracy is the share of prompts that a
     model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count, and fewer
-    than 20 such prompts rank no model. "lost" counts the right answers that the task's expert gives and the model does
-    not, "gained" the reverse. On the base model's prompts, the base model stands for the expert.
+    than 20 that count rank no model. "lost" counts the right answers that the task's expert gives and the model does
+    not, "gained" the reverse. On the base model's prompts, the base model is compared with in place of the expert, and
+    accuracy counts only the answers that it gives.
 
     The other tables cover answers of any length: the share of their tokens that a model finds the likeliest (token
     accuracy), how many of them a model ends, their likelihood, where 1 is as good as the task's expert and 0 as the
-    base model (gain kept), and the negative log-likelihood per token (loss; lower is better). Where no answer is known,
-    all tokens count.
+    base model (gain kept), and the negative log-likelihood per token (loss; lower is better). On the base model's
+    prompts, the gain is 1 for the base model and 0 for the experts' mean. Where no answer is known, all tokens count.
 
     The exit code is 1 if a task has no prompt to score, or if a merge has less than --at-least in the table of the gain
     in likelihood, on any task.
@@ -408,14 +409,14 @@ def linearity(
         click.echo(f"{verdict(result)}\n\n{result}\n\n{path} written")
 
 
-@main.command(short_help="Write a page on what a merge with slta keeps of each expert.")
+@main.command(short_help="Write a page on what a merge with slta retains of each expert.")
 @click.argument("stats")
 @output_folder
 @download_folder
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
-    The page shows what the merge keeps of each expert, layer by layer, and the merging weights with 90 % intervals.
+    The page shows what the merge retains of each expert, layer by layer, and the merging weights with 90 % intervals.
     STATS is the folder of a merge with slta, a file that `calibrate` wrote, or hf:ORG/REPO/FILE[@REVISION] on the Hub.
     A folder is solved as its recipe says, a file as `solve` does by default. For featcal, set `report: FOLDER` in the
     recipe.
@@ -487,8 +488,8 @@ def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> No
 def publish(out: Path, repository: str, json_file: str | None, **options: bool) -> None:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 
-    The command uploads the model, its configuration, tokenizer, card, recipe and statistics, and lists these files. It
-    leaves out calibration data, caches and unfinished files. Log in with `hf auth login` first.
+    The command uploads the model, its configuration, tokenizer, card, recipe, manifest and statistics, and lists these
+    files. It leaves out calibration data, caches and unfinished files. Log in with `hf auth login` first.
     """
     import transformers
 

@@ -116,7 +116,7 @@ class FeatcalSettings(CalibrationSettings):
     ridge: Annotated[FiniteFloat, Field(ge=SMALLEST_FEATCAL_RIDGE)] | Literal["auto"] = Field(
         default="auto",
         description="how strongly each matrix is pulled towards a merge without prompts: a number from 0.0003 "
-        "on, the least that float32 bears, or `auto`, which tests nine values from there to 3 on held-out prompts",
+        "on, the least that float32 bears, or `auto`, which searches nine values from there to 3 by held-out prompts",
     )
 
 
@@ -162,7 +162,7 @@ class SftmExpert(Parameters):
     weight: FiniteFloat = Field(default=1.0, description="multiplies the expert's change")
     density: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2,
-        description="η, the share of the expert's changes to keep, the largest first; above 0, at most 1",
+        description="η, the share of the expert's changes to take, the largest first; above 0, at most 1",
     )
 
 
@@ -176,7 +176,7 @@ class SftmSettings(MethodSettings):
         default=0.6, alias="lambda", description="multiplies the merged change of every matrix (γ in the paper)"
     )
     rank: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="how many singular vectors of a matrix's change to keep; 0 keeps all"
+        default=0, description="how many singular vectors of a matrix's change to take; 0 takes all"
     )
 
 
