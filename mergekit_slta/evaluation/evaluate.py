@@ -127,7 +127,7 @@ class Comparison(Paragraphs):
             if name != BASE and not name.startswith(own_model(""))
         }
         return [
-            f"{name} keeps {as_score(one)} of the gain in likelihood on {title}, less than {share:g}."
+            f"{name} reaches {as_score(one)} of the gain in likelihood on {title}, less than {share:g}."
             for (name, title), one in kept.items()
             if one is not None and one < share
         ]

@@ -155,7 +155,7 @@ class SltaMerge(Merge):
         parts += [
             f"the base model on its prompts {as_score(self.solution.kept_base_overall)}"
         ] * self.solution.keeps_base
-        self.result = f"Share kept of each expert's feature change: {', '.join(parts)}."
+        self.result = f"Share retained of each expert's feature change: {', '.join(parts)}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 

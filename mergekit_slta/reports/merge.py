@@ -34,7 +34,7 @@ MEANING = (
 
 
 def retained_sentence(solution: Solution) -> str:
-    """How much of each expert's feature change the merge keeps, and where; and how much of the base model."""
+    """How much of each expert's feature change the merge retains, and where; and how much of the base model."""
     by_layer, clauses = retained_by_layer(solution), []
     for number, (name, share) in enumerate(
         zip(short_names(solution.models), solution.retained_overall.tolist(), strict=True)
@@ -48,14 +48,14 @@ def retained_sentence(solution: Solution) -> str:
             clause += " (it has none: is it a copy of the base model?)"
         clauses.append(clause)
     clauses += [f"{as_score(solution.kept_base_overall)} of the base model on its own task"] * solution.keeps_base
-    return f"At level {solution.level}, the merge keeps {enumerated(clauses)}."
+    return f"At level {solution.level}, the merge retains {enumerated(clauses)}."
 
 
 # In numbers, from the Gram matrices alone
 
 
 def retained_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
-    """The share of each expert's feature change that the merge keeps in each layer, [T]."""
+    """The share of each expert's feature change that the merge retains in each layer, [T]."""
     layers: dict[int, list[SubmoduleSolution]] = {}
     for name, solved in solution.submodules.items():
         layer = place_of(name).layer
@@ -71,7 +71,7 @@ def retained_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
 
 
 def report(merge: Solution | Statistics, folder: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` and its charts as PNG files into a folder: what a merge keeps of each expert, and why.
+    """Write ``report.html`` and its charts as PNG files into a folder: what a merge retains of each expert, and why.
 
     Statistics are solved at level ``attn_mlp``, or at the first that was measured. The folder is created.
 
@@ -88,7 +88,7 @@ def report_page(merge: Solution | Statistics) -> Page:
     if solution.level == "model":
         shares = map(as_score, solution.retained["model"].tolist())
         rows = list(zip(short_names(solution.models), weights[0], shares, strict=True))
-        table = Table(["Expert", "merging weight (90 % interval)", "share kept"], rows)
+        table = Table(["Expert", "merging weight (90 % interval)", "share retained"], rows)
     else:
         charts = [_retained_chart(solution), _alpha_chart(solution, weights)]
     return Page(
@@ -140,7 +140,7 @@ def _retained_chart(solution: Solution) -> Chart:
         panels.append(Panel(title, [Line(name, list(layers), curve) for name, curve in columns]))
     return Chart(
         name=f"retained-{solution.level}",
-        title="Share kept of each expert's feature change",
+        title="Share retained of each expert's feature change",
         caption="On each expert's own prompts. Shares below −1 are drawn at −1.",
         picture=line_chart(panels, x_label="decoder layer", y_label="share of the change", lowest=-1.0),
         table=_table(solution, [map(as_score, row) for row in retained.tolist()]),

@@ -477,7 +477,7 @@ class Solution(Paragraphs):
         legend = [f"{short} is {name}" for short, name in pairs if short != name]
         legend += [
             "alpha: the merging weight",
-            "retained: the share of the expert's feature change that the merge keeps",
+            "retained: the share of the expert's feature change that the merge retains",
         ]
         if self.keeps_base:
             legend += [f"kept_base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"]
@@ -539,7 +539,7 @@ class Solution(Paragraphs):
             f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
         ]
         for index, (name, share) in enumerate(zip(info.models, self.retained_overall.tolist(), strict=True)):
-            result = f"the merge keeps {as_score(share)} of its feature change"
+            result = f"the merge retains {as_score(share)} of its feature change"
             result = "it changes nothing" if math.isnan(share) else result
             lines.append(
                 f"Expert {name}: {result}; fingerprint {info.fingerprint.experts[index]}; "

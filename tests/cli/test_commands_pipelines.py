@@ -134,7 +134,7 @@ def test_evaluate_is_a_gate(
     options = ["--at-least", at_least] if at_least is not None else []
     said = run("evaluate", write_recipe(llama), tmp_path, *options, code=code)
     assert ("gains most from more prompts" in said.stdout) == (kept == 0.8)
-    below = "out keeps 0.80 of the gain in likelihood on math, less than 0.9."
+    below = "out reaches 0.80 of the gain in likelihood on math, less than 0.9."
     assert (below in said.stderr) == (at_least == 0.9 and kept is not None)
     assert "base model keeps" not in said.stderr and "expert math keeps" not in said.stderr
 

@@ -23,7 +23,7 @@ from mergekit_slta.words import as_score, plain_number
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
     """Two experts whose feature changes are orthogonal: 1 on the own data, and ``power`` on the other's, by layer.
 
-    Then both weights are 1 / (1 + power), and the merge keeps just that share of each in the layer.
+    Then both weights are 1 / (1 + power), and the merge retains just that share of each in the layer.
     """
 
     def grams(name: str, number: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def test_the_sentence_says_what_is_kept_of_each_expert_and_where() -> None:
     assert kept == "layer.0 0.80, layer.1 0.50, layer.2 0.20"
     share = as_score(float(solution.retained_overall[0]))
     where = "(from 0.20 in layer 2 to 0.80 in layer 0)"
-    said = f"At level layer, the merge keeps {share} of math's feature change {where} and {share} of code's {where}."
+    said = f"At level layer, the merge retains {share} of math's feature change {where} and {share} of code's {where}."
     assert retained_sentence(solution) == said
 
 
@@ -93,7 +93,7 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     """At the default level."""
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
     first, _ = report_page(statistics).verdict
-    assert first == "At level attn_mlp, the merge keeps 1.00 of math's feature change."
+    assert first == "At level attn_mlp, the merge retains 1.00 of math's feature change."
     assert report(statistics, tmp_path).is_file()
 
 

@@ -198,7 +198,7 @@ def test_a_recipe_names_models_and_types_and_what_its_weights_come_from(base: Pa
     assert text.startswith(header)
     for expected in (
         *("level layer", "ridge 0.25", "balance true", "4 prompts", "99 tokens", "seed 7"),
-        f"Expert org/expert2: the merge keeps {float(solution.retained_overall[0]):.2f} of its feature change",
+        f"Expert org/expert2: the merge retains {float(solution.retained_overall[0]):.2f} of its feature change",
         "Expert org/expert0: it changes nothing",
         *(fingerprint.base.tensors, *fingerprint.experts, f"{2:064x}"),
     ):
