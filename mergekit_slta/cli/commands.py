@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,10 @@ from mergekit_slta.cli.options import (
     FILE,
     FOLDER,
     LEVELS_HELP,
+    MERGED_FOLDER,
     ModelCommand,
+    Result,
+    ResultCommand,
     applied,
     calibration_files,
     download_folder,
@@ -26,11 +30,12 @@ from mergekit_slta.cli.options import (
     quiet,
     recipe_path,
     trusted_code,
+    write_json,
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, number
 from mergekit_slta.recipe.new import METHODS, new_recipe
-from mergekit_slta.tables import as_json, known_names
+from mergekit_slta.tables import known_names
 
 INTERRUPTED = 130  # what shells report of a program that Ctrl-C has ended
 
@@ -67,6 +72,11 @@ def main() -> None:
     The exit code is 0 for a result without problems; 1 if something is wrong with a recipe, a model, data or a merge; 2
     for a wrong command line; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the
     same command may succeed later or elsewhere; and 130 after Ctrl-C.
+
+    With --json, a command that ends, with an error too, writes `command`, `exit_code`, `problems` (a sentence each) and
+    what it has found: `check`, `verify`, `evaluate` and `publish` by the names of the Python function's result; `merge`
+    the folder as `out` and its `manifest`; `auto` the verdict's `lines` and the name of the `best` merge. Only `solve`
+    writes its result alone.
     """
 
 
@@ -99,9 +109,7 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 @click.option("--keep", is_flag=True, help="Delete no merged model; by default, featcal's and the best remain.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option
-def auto(
-    base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, json_file: str | None, **options: Any
-) -> None:
+def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, **options: Any) -> Result | None:
     """Merge each EXPERT, a fine-tune of the model BASE, with featcal, compare the merge, and say what it is worth.
 
     The command first says what it is going to do, and refuses what `check` refuses. Models without --calibration answer
@@ -127,10 +135,11 @@ def auto(
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     for line in planned.described(experiment):
         click.echo(line, err=True)
-    if not dry_run:
-        with interruptible("goes on"):
-            judged = run.make(keep)
-        _show("\n".join(judged.lines), as_json(judged._asdict()), json_file)
+    if dry_run:
+        return None
+    with interruptible("goes on"):
+        judged = run.make(keep)
+    return Result(judged._asdict(), "\n".join(judged.lines))
 
 
 @main.command(cls=ModelCommand, short_help="Write a model's answers to prompts as calibration data.")
@@ -178,7 +187,7 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
 @main.command(cls=ModelCommand, short_help="Find everything that is wrong with a recipe.")
 @recipe_path
 @json_option
-def check(recipe: Path, json_file: str | None, **options: Any) -> None:
+def check(recipe: Path, **options: Any) -> Result:
     """Find everything that is wrong with RECIPE, before anything large is downloaded or computed.
 
     The command checks the recipe, then models, data and disk. It reads configurations, the headers of the model files
@@ -189,12 +198,10 @@ def check(recipe: Path, json_file: str | None, **options: Any) -> None:
 
     findings = examine.check(recipe, **applied(options))
     if findings.problems:
-        click.echo(f"{recipe}: {findings}", err=True)
-    for note in findings.notes if not (findings.problems or options["quiet"]) else ():
+        return Result(vars(findings), warning=f"{recipe}: {findings}", exit_code=findings.exit_code)
+    for note in findings.notes if not options["quiet"] else ():
         click.echo(as_note(note), err=True)
-    result = f"{recipe}: no problem found. {findings.verdict}\n{findings.needs}"
-    _show(None if findings.problems else result, as_json(findings), json_file)
-    raise click.exceptions.Exit(findings.exit_code)
+    return Result(vars(findings), f"{recipe}: no problem found. {findings.verdict}\n{findings.needs}")
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models and write a statistics file.")
@@ -296,7 +303,9 @@ def solve(
     chosen_arguments = {name: value for name in arguments if (value := options.pop(name)) is not None}
     solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | chosen_arguments))
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
-    _show(solution, solution.to_json(), json_file)
+    if json_file != "-":
+        click.echo(solution)
+    write_json(solution.to_json(), json_file)
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
     if recipe_file:
@@ -330,15 +339,13 @@ def _write_recipe(
 
 @main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
 @recipe_path
-@click.argument("out", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", nargs=-1, required=True, type=MERGED_FOLDER)
 @click.option("--samples", type=COUNT, default=100, show_default=True, help="The most held-out prompts of each task.")
 @click.option(
     "--at-least", type=float, metavar="SHARE", help="The share of the gain in likelihood that each OUT must reach."
 )
 @json_option
-def evaluate(
-    recipe: Path, out: tuple[Path, ...], samples: int, at_least: float | None, json_file: str | None, **options: Any
-) -> None:
+def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, at_least: float | None, **options: Any) -> Result:
     """Score the merged models in the folders OUT, the base model and the experts on the experts' tasks, best first.
 
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
@@ -366,11 +373,10 @@ def evaluate(
 
     with interruptible("starts over"):
         comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
-    _show(comparison, comparison.to_json(), json_file)
     below = comparison.below(at_least) if at_least is not None else []
-    for sentence in below:
-        click.echo(sentence, err=True)
-    raise click.exceptions.Exit(bool(below or comparison.unscored))
+    problems = [*below, *comparison.lacking]
+    content = json.loads(comparison.to_json()) | {"problems": problems}
+    return Result(content, comparison, "\n".join(below), exit_code=int(bool(problems)))
 
 
 @main.command(
@@ -436,7 +442,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 @recipe_path
 @click.argument("out")
 @json_option
-def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None:
+def merge(recipe: Path, out: str, **options: Any) -> Result | None:
     """Check RECIPE, then merge its models into the folder OUT, as mergekit-yaml does.
 
     Use this command where Python's start-up files are disabled: mergekit-yaml does not know this plugin's methods
@@ -453,15 +459,14 @@ def merge(recipe: Path, out: str, json_file: str | None, **options: Any) -> None
         with ranks.one_refusal():
             loaded = Recipe.load(recipe)
         folder = merge_models(loaded, out, **merge_options)
-    if ranks.first:
-        _show(None, as_json({"out": str(folder), "manifest": manifest.read(folder)}), json_file)
+    return Result({"out": str(folder), "manifest": manifest.read(folder)}) if ranks.first else None
 
 
 @main.command(cls=ModelCommand, short_help="Check that programs can use a finished merge.")
 @recipe_path
 @merged_folder
 @json_option
-def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> None:
+def verify(recipe: Path, out: Path, **options: Any) -> Result:
     """Re-read the merged model in OUT tensor by tensor, and check that programs can use it.
 
     The tensors must have the names, shapes, types and values that the merge's manifest tells of; edits of a few values
@@ -471,13 +476,13 @@ def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> No
     from mergekit_slta.output.verify import verify as verify_merge
 
     verification = verify_merge(recipe, out, **applied(options))
+    said = f"{out}: {verification}"
     if verification.problems:
-        click.echo(f"{out}: {verification}", err=True)
-    _show(None if verification.problems else f"{out}: {verification}", as_json(verification), json_file)
-    raise click.exceptions.Exit(bool(verification.problems))
+        return Result(vars(verification), warning=said, exit_code=1)
+    return Result(vars(verification), said)
 
 
-@main.command(short_help="Check a merged model and upload it to the Hub.")
+@main.command(cls=ResultCommand, short_help="Check a merged model and upload it to the Hub.")
 @merged_folder
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--private", is_flag=True, help="Make a new repository private.  [default: the organization's setting]")
@@ -485,7 +490,7 @@ def verify(recipe: Path, out: Path, json_file: str | None, **options: Any) -> No
 @trusted_code
 @quiet
 @json_option
-def publish(out: Path, repository: str, json_file: str | None, **options: bool) -> None:
+def publish(out: Path, repository: str, **options: bool) -> Result:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 
     The command uploads the model, its configuration, tokenizer, card, recipe, manifest and statistics, and lists these
@@ -498,7 +503,7 @@ def publish(out: Path, repository: str, json_file: str | None, **options: bool) 
 
     transformers.utils.logging.disable_progress_bar()
     publication = publish_merge(out, repository, **options)
-    _show(publication, as_json(publication), json_file)
+    return Result(vars(publication), publication)
 
 
 # From the command line to what the package takes
@@ -521,17 +526,3 @@ def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str,
         known = ", ".join(dict.fromkeys(names.values()))
         raise SltaError(f"{option} {entry}: write NAME=VALUE, with a name that the statistics hold ({known}).")
     return names[name], value
-
-
-# What is printed and written
-
-
-def _show(result: object, json: str, json_file: str | None) -> None:
-    """Print what was found, or its JSON to standard output for the file '-', and write its JSON to any other file."""
-    if json_file == "-":
-        click.echo(json, nl=False)
-        return
-    if result is not None:
-        click.echo(result)
-    if json_file:
-        files.write(Path(json_file), json.encode())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
-from mergekit_slta.errors import SltaError, printable
+from mergekit_slta import files
+from mergekit_slta.errors import SltaError, files_named, printable
 from mergekit_slta.levels import LEVELS
+from mergekit_slta.tables import as_json
 
 LEVELS_HELP = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 COUNT = click.IntRange(min=1)
@@ -42,7 +45,57 @@ class _OneLine(logging.Formatter):
         return printable(super().format(record))
 
 
-class ModelCommand(click.Command):
+class Result(NamedTuple):
+    """What a command with ``--json`` has found."""
+
+    content: Mapping[str, Any]  # its own entries of the JSON
+    shown: object = None  # for standard output, unless the JSON goes there
+    warning: str = ""  # for standard error
+    exit_code: int = 0
+
+
+class ResultCommand(click.Command):
+    """A command that shows the ``Result`` of its function, or writes it as JSON; errors are written, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with self._errors_written(ctx.params):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> None:
+        chosen = {"json_file": ctx.params.pop("json_file", None)}
+        with self._errors_written(chosen), files_named():
+            result = super().invoke(ctx)
+        if result is not None:
+            if result.shown is not None and chosen["json_file"] != "-":
+                click.echo(result.shown)
+            self._write(result, chosen["json_file"])
+            if result.warning:
+                click.echo(result.warning, err=True)
+            raise click.exceptions.Exit(result.exit_code)
+
+    @contextmanager
+    def _errors_written(self, chosen: Mapping[str, Any]) -> Iterator[None]:
+        try:
+            yield
+        except click.ClickException as error:
+            problems = error.sentences if isinstance(error, SltaError) else [error.format_message()]
+            self._write(Result({"problems": problems}, exit_code=error.exit_code), chosen.get("json_file"))
+            raise
+
+    def _write(self, result: Result, json_file: str | None) -> None:
+        frame = {"command": self.name, "exit_code": result.exit_code, "problems": []}
+        write_json(as_json({**frame, **result.content}), json_file)
+
+
+def write_json(json: str, json_file: str | None) -> None:
+    """Write JSON to a file, if there is one, '-' for standard output."""
+    if json_file == "-":
+        click.echo(json, nl=False)
+    elif json_file:
+        files.write(Path(json_file), json.encode())
+
+
+class ModelCommand(ResultCommand):
     """A command with mergekit's options for models; ``merge`` has all of mergekit's, which it imports."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -78,14 +131,22 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     return others
 
 
-recipe_path = click.argument("recipe", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+class _Existing(click.Path):
+    """A path to read; one that does not exist is no wrong command line, but a fault of what should be there."""
+
+    def fail(self, message: str, param: click.Parameter | None = None, ctx: click.Context | None = None) -> NoReturn:
+        raise SltaError(message)
+
+
+MERGED_FOLDER = _Existing(exists=True, file_okay=False, path_type=Path)
+recipe_path = click.argument("recipe", type=_Existing(exists=True, dir_okay=False, path_type=Path))
 calibration_files = click.option(
     "--calibration",
     multiple=True,
     metavar="FILE",
     help="Prompts for each expert in order, then for the base model; repeatable.  [default: the models' answers]",
 )
-merged_folder = click.argument("out", type=click.Path(exists=True, file_okay=False, path_type=Path))
+merged_folder = click.argument("out", type=MERGED_FOLDER)
 output_folder = click.option(
     "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="The folder to write."
 )
@@ -108,6 +169,7 @@ json_option = click.option(
     *("--json", "json_file"),
     metavar="FILE",
     callback=_json_file,
+    is_eager=True,  # so that it is known when another argument is wrong
     help="Write the result as JSON to a .json file; '-' for standard output.",
 )
 

@@ -132,6 +132,12 @@ class Comparison(Paragraphs):
             if one is not None and one < share
         ]
 
+    @property
+    def lacking(self) -> list[str]:
+        """A sentence on the tasks that are not scored, if there are any."""
+        names = enumerated(self.unscored)
+        return [f"Not scored, because all prompts calibrate: {names}. {MORE}"] if names else []
+
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
         tasks, ranking = self.tasks, self.ranking
@@ -177,8 +183,7 @@ class Comparison(Paragraphs):
 
     def _notes(self) -> Iterator[str]:
         """Sentences on tasks that need one."""
-        if self.unscored:
-            yield f"Not scored, because all prompts calibrate: {enumerated(self.unscored)}. {MORE}"
+        yield from self.lacking
         if keep := self.tasks.get(BASE):
             yield (
                 "On the base model's prompts, the gain kept is 1 for the base model and 0 for the experts' mean. Lost "

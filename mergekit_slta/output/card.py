@@ -117,7 +117,7 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
             "`statistics` among the recipe's parameters, and leave `calibration` out."
         )
     versions = [f"{name} {version}" for name, version in made.versions.items() if name != "commit"]
-    return "\n\n".join([*paragraphs, f"Made with {', '.join(versions)}."])
+    return "\n\n".join([*paragraphs, f"Made with {', '.join(versions)}{made.machine and f' on {made.machine}'}."])
 
 
 def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import platform
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from pydantic import BaseModel, ValidationError
-from safetensors import safe_open
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
@@ -23,14 +23,12 @@ from mergekit_slta.featcal.groups import uncorrected
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of
-from mergekit_slta.models.headers import weight_map
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import SOURCES, published_name
 from mergekit_slta.recipe.settings import Parameters, expert_parameters
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.tables import as_json
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # in a tensor's name: of a layer, an expert
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
 
 
@@ -48,6 +46,7 @@ class MergedTask(BaseModel, frozen=True):
 
     model: str  # its name
     source: str
+    template: str = ""
     revision: str = ""  # of a dataset on the Hub: the commit
     prompts: int
     sha256: str  # of their tokens
@@ -63,8 +62,7 @@ class Manifest(BaseModel, frozen=True):
     models: tuple[MergedModel, ...]  # the experts, in the recipe's order
     tasks: tuple[MergedTask, ...] = ()  # the experts', then the base model's
     versions: dict[str, str]
-    # How many tensors there are of each type and shape, as "BF16 [32, 48]", by names with a star for each number.
-    tensors: dict[str, dict[str, int]] = {}
+    machine: str = ""  # as "Linux x86_64, CPU"
     sha256: str = ""  # of the merged model, as ``MergedModel`` has it
     uncorrected: tuple[int, ...] = ()  # of featcal: the layers in which no map corrects what earlier ones have missed
     # By the model whose task it is: the ``TaskScore`` of the merge, with the numbers of prompts; by ``evaluate``.
@@ -80,7 +78,7 @@ def describe(
         experiment: the opened recipe.
         solution: the merging weights of an ``slta`` merge, which know the prompts that a statistics file stands for.
         folder: the merged model, once it is written.
-        whole: open the experts and the data; what else they would tell is left empty, as are the versions.
+        whole: open the experts and the data; what else they would tell is left empty.
     """
     recipe, config = experiment.recipe, experiment.recipe.config
     given, base = expert_parameters(config), recipe.keep
@@ -107,8 +105,8 @@ def describe(
         base_model=models[0],
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
-        versions=files.versions() | {"commit": commit()} if whole else {},
-        tensors=tensor_table(folder) if folder else {},
+        versions=files.versions() | {"python": platform.python_version(), "commit": commit()},
+        machine=f"{platform.system()} {platform.machine()}, {_processor(experiment.device)}",
         sha256=fingerprint_of(folder) if folder else "",
         uncorrected=tuple(uncorrected(experiment.decoder)) if folder and config.merge_method == "featcal" else (),
     )
@@ -131,7 +129,7 @@ def read(folder: Path) -> Manifest | None:
 
 
 def differences(before: Manifest, now: Manifest) -> list[str]:
-    """What an earlier merge had that this one has not, a clause each; written tensors and scores are left out."""
+    """What an earlier merge had that this one has not, a clause each; the machine and what came of it are left out."""
     models, earlier = (now.base_model, *now.models), (before.base_model, *before.models)
     named, here = [model.name for model in models], {model.sha256: model.name for model in models if model.sha256}
     others = [model for model in earlier if model.name not in named]
@@ -158,23 +156,16 @@ def _facts(made: Manifest, names: Mapping[str, str]) -> dict[str, Any]:
     return method | weights | made.settings | own | prompts | known
 
 
-def tensor_table(folder: Path) -> dict[str, dict[str, int]]:
-    """The ``Manifest.tensors`` of a folder; empty for pickled weights."""
-    table: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for file in (folder / name for name in weight_map(folder) if name.endswith(".safetensors")):
-        with safe_open(file, "np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                stored = tensors.get_slice(name)
-                table[_NUMBER.sub("*", name)][f"{stored.get_dtype()} {stored.get_shape()}"] += 1
-    return {name: dict(sorted(table[name].items())) for name in sorted(table)}
-
-
 def commit() -> str:
     """The commit that pip has installed this package from; empty for a release, and in a clone."""
     with suppress(importlib.metadata.PackageNotFoundError):
         installed = importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json")
         return str(json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", ""))
     return ""
+
+
+def _processor(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device.upper()
 
 
 def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
@@ -186,15 +177,17 @@ def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str
 def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[MergedTask]:
     recipe = experiment.recipe
     for index, task in enumerate(recipe.tasks if recipe.method.runs_models else ()):
-        name = published_name(task.reference)
         if task.calibration:
-            data = experiment.samples(task)
-            source, count = source_name(data.source), len(data.token_ids)
-            yield MergedTask(model=name, source=source, revision=data.revision, prompts=count, sha256=data.sha256)
+            data, template = experiment.samples(task), task.template
+            source, revision, count, sha256 = source_name(data.source), data.revision, len(data.token_ids), data.sha256
         elif solution is not None:
-            info, count = solution.statistics.info, int((solution.statistics.task == index).sum())
+            info, count, revision = solution.statistics.info, int((solution.statistics.task == index).sum()), ""
             measured = [*info.calibration, *([info.keep] if info.keep else [])][index]
-            yield MergedTask(model=name, source=measured.source, prompts=count, sha256=measured.sha256)
+            source, template, sha256 = measured.source, measured.template, measured.sha256
+        else:
+            continue
+        name = published_name(task.reference)
+        yield MergedTask(model=name, source=source, template=template, revision=revision, prompts=count, sha256=sha256)
 
 
 def _revision(model: ModelReference) -> str:

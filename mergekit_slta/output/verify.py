@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,14 +81,13 @@ def verify(
     base = experiment.model(config.base_model or config.referenced_models()[0])
     merged_model, notes = ModelReference(model=ModelPath(path=str(folder))), list[str]()
     stored, ours = folder_headers(folder), config.merge_method in SETTINGS
-    changed = list(_not_as_merged(experiment, folder, ours))
-    problems = [*changed, *tensor_faults(folder, stored, experiment.quiet)]
+    problems = [*_not_as_merged(experiment, folder, ours), *tensor_faults(folder, stored, experiment.quiet)]
     try:
         written = experiment.model(merged_model)
     except SltaError as error:
         problems.append(str(error))
     else:
-        problems += _loading_problems(experiment, base, written, stored, not changed)
+        problems += _loading_problems(experiment, base, written, stored)
         notes += promised_heads(written)
     source = experiment.recipe.tokenizer_source
     owner = experiment.recipe.tokenizer_owner if isinstance(source, ModelReference) else base.reference
@@ -109,24 +108,15 @@ def _not_as_merged(experiment: Experiment, folder: Path, ours: bool) -> Iterator
     if not ours:
         yield f"{folder} holds a merge by {recorded.method}: is this the recipe of this folder?"
         return
-    clauses = manifest.differences(recorded, manifest.describe(experiment, whole=False))
+    made = recorded.model_copy(update={"versions": {}})
+    clauses = manifest.differences(made, manifest.describe(experiment, whole=False))
     if clauses:
         with suppress(SltaError):  # models in another place are known by their content, if they are there
-            whole = manifest.describe(experiment).model_copy(update={"versions": {}})
-            clauses = manifest.differences(recorded, whole)
+            clauses = manifest.differences(made, manifest.describe(experiment))
     if clauses:
         yield f"{folder} holds another merge, which had {listed(clauses)}: is this the recipe of this folder?"
-    stored = manifest.tensor_table(folder) if recorded.tensors else {}
-    names = sorted(name for name in recorded.tensors | stored if stored.get(name) != recorded.tensors.get(name))
-    wrong = [f"{name} ({_kinds(stored.get(name))} instead of {_kinds(recorded.tensors.get(name))})" for name in names]
-    if wrong:
-        yield f"The tensors are not those that the merge wrote: {listed(wrong)}."
-    elif recorded.sha256 and fingerprint_of(folder) != recorded.sha256:
-        yield "The tensors have other values than those that the merge wrote: merge again."
-
-
-def _kinds(counts: Mapping[str, int] | None) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in (counts or {"of them": 0}).items())
+    if recorded.sha256 and fingerprint_of(folder) != recorded.sha256:
+        yield "The tensors have other names, shapes, types or values than those that the merge wrote: merge again."
 
 
 def tensor_faults(folder: Path, names: Iterable[str], quiet: bool) -> Iterator[str]:
@@ -140,13 +130,11 @@ def tensor_faults(folder: Path, names: Iterable[str], quiet: bool) -> Iterator[s
         yield f"Tensors have values that are not finite: {listed(broken)}; merge in 'dtype: float32'."
 
 
-def _loading_problems(
-    experiment: Experiment, base: Model, written: Model, stored: Headers, tensors: bool
-) -> Iterator[str]:
+def _loading_problems(experiment: Experiment, base: Model, written: Model, stored: Headers) -> Iterator[str]:
     """Say how transformers loads a merged folder onto the meta device, by its own configuration, reading no weights.
 
     Also named are tensors that transformers ignores, such as those of a head for multi-token prediction, where the
-    base model has them and the folder does not; without ``tensors`` what is wrong with them has been said.
+    base model has them and the folder does not.
     """
     may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if experiment.in_slices else ()))
     names = [
@@ -170,8 +158,6 @@ def _loading_problems(
             )
     except Exception as error:  # of any kind, as transformers reads the folder by code of many models
         yield f"transformers cannot load the folder ({first_line(error)})."
-        return
-    if not tensors:
         return
     outside = base.layout(base).outside
     if missing := sorted(info["missing_keys"]):

@@ -97,20 +97,40 @@ def test_a_resumed_merge_says_how_much_is_done(llama: Family, write_recipe: Writ
     assert "The first 2 layers of this run are done." in run("merge", file, out).stderr
 
 
-def test_every_result_can_be_had_as_json(family: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
-    recipe, out, file = write_recipe(family, "sftm", calibration=False), tmp_path / "out", tmp_path / "r.json"
-    checked = json.loads(run("check", recipe, "--json", "-").stdout)
-    assert checked["problems"] == [] and checked["needs"]["merged"] > 0 and checked["exit_code"] == 0
-    merged = json.loads(run("merge", recipe, out, "--json", "-", "--quiet").stdout)
-    assert merged["out"] == str(out) and merged["manifest"]["method"] == "sftm"
-    verified = json.loads(run("verify", recipe, out, "--json", "-").stdout)
-    assert verified["problems"] == [] and verified["tensors"] > 0
-    assert "Nothing is wrong" in run("verify", recipe, out, "--json", file).stdout
-    assert json.loads(file.read_text()) == verified
-    published = json.loads(run("publish", out, "org/name", "--dry-run", "--json", "-").stdout)
-    assert published["repository"] == "org/name" and "config.json" in dict(published["files"])
+def test_every_result_has_one_frame_as_json(family: Family, write_recipe: WriteRecipe, tmp_path: Path) -> None:
+    recipe, out, file = write_recipe(family, samples=2, level="model"), tmp_path / "out", tmp_path / "r.json"
+
+    def found(*words: object, code: int = 0) -> dict[str, Any]:
+        content = json.loads(run(*words, "--json", "-", *["--quiet"] * (words[0] != "auto"), code=code).stdout)
+        run(*words, "--json", file, code=code)
+        again = json.loads(file.read_text())
+        assert again == content or words[0] == "check"  # the room on the disk may change
+        assert [*content][:3] == ["command", "exit_code", "problems"]
+        assert content.pop("command") == words[0] and content.pop("exit_code") == code
+        assert bool(content.pop("problems")) == bool(code)
+        return content
+
+    assert found("check", recipe)["needs"]["merged"] > 0
+    assert found("merge", recipe, out)["manifest"]["method"] == "slta"
+    assert found("verify", recipe, out)["tensors"] > 0
+    assert found("evaluate", recipe, out, "--at-least", "-100").keys() == {"tasks", "unscored", "ranking"}
+    assert "config.json" in dict(found("publish", out, "org/name", "--dry-run")["files"])
+    models = [family.base, *family.experts[:2]]
+    for task, data in enumerate(family.data[:2]):
+        families.write_records(data, task, records=33)  # 30 of them calibrate
+    prompts = [word for data in family.data[:2] for word in ("--calibration", data)]
+    options = ["-o", tmp_path / "auto", "--no-keep-base", *prompts]
+    assert found("auto", *models, *options).keys() == {"lines", "best"}
+
     (out / "model.safetensors").unlink()
-    run("verify", recipe, out, code=1)
+    missing = tmp_path / "none"
+    for words in (
+        *(["check", missing], ["merge", missing, out], ["verify", recipe, missing], ["verify", recipe, out]),
+        *(["evaluate", recipe, missing], ["publish", missing, "org/name"], ["auto", missing, *models[1:], *options]),
+    ):
+        assert found(*words, code=1) == {}
+    assert "Missing argument" in run("check", "--json", file, code=2).stderr
+    assert json.loads(file.read_text())["exit_code"] == 2
 
 
 @pytest.mark.parametrize(
