@@ -277,7 +277,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             "base model with a 'calibration' of its own."
         )
     for task in recipe.tasks if settings.runs_models else ():
-        yield from _none_to_evaluate(experiment, task)
+        yield from none_to_evaluate(experiment, task)
     if experiment.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
     else:
@@ -292,7 +292,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
 
 
-def _none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
+def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
     """Say that calibration leaves a task no prompt for ``evaluate``, or what is wrong with its test data.
 
     No merge needs these, so they are no problem. Datasets are not downloaded.

@@ -24,9 +24,9 @@ import torch
 from pydantic import TypeAdapter
 
 from mergekit_slta import files
-from mergekit_slta.checks.examine import examine
+from mergekit_slta.checks.examine import examine, none_to_evaluate
 from mergekit_slta.checks.space import needs
-from mergekit_slta.errors import SltaError, one_line
+from mergekit_slta.errors import SltaError, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, Z, interval, own_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
@@ -114,12 +114,18 @@ class Plan:
         )
 
     def checked(self, options: Mapping[str, Any]) -> Experiment:
-        """Open the main merge's recipe, and refuse what ``check`` refuses, but for answers still to be written."""
+        """Open the main merge's recipe, and refuse what ``check`` refuses, and files without a prompt to evaluate.
+
+        Answers that are still to be written are not looked at.
+        """
         file = self.recipes[MERGE].output
         text = new_recipe(self.base, self.experts, calibration=[*self.sources.values()], report=str(self.folder))
         experiment = Experiment(Recipe.load(file) if file.exists() else Recipe.parse(text, str(file)), **options)
-        unwritten = [str(step.output) for step in self.answers.values() if not step.output.exists()]
+        answers = [str(step.output) for step in self.answers.values()]
+        unwritten = [file for file in answers if not Path(file).exists()]
         examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
+        given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
+        refuse(note for task in given for note in none_to_evaluate(experiment, task))
         return experiment
 
     def described(self, experiment: Experiment) -> Iterator[str]:

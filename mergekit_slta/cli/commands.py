@@ -73,9 +73,9 @@ def main() -> None:
     for a wrong command line; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the
     same command may succeed later or elsewhere; and 130 after Ctrl-C.
 
-    With --json, a command that ends, with an error too, writes `command`, `exit_code`, `problems` (a sentence each) and
-    what it has found: `check`, `verify`, `evaluate` and `publish` by the names of the Python function's result; `merge`
-    the folder as `out` and its `manifest`; `auto` the verdict's `lines` and the name of the `best` merge. Only `solve`
+    With --json, a command writes, even if it fails, its name (`command`), its `exit_code`, the `problems` in a sentence
+    each, and what it has found: `check`, `verify`, `evaluate` and `publish` by the names of the Python function's
+    result; `merge` the folder `out` and its `manifest`; `auto` the verdict's `lines` and the `best` merge. `solve`
     writes its result alone.
     """
 

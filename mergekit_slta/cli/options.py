@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,8 +84,8 @@ class ResultCommand(click.Command):
             raise
 
     def _write(self, result: Result, json_file: str | None) -> None:
-        frame = {"command": self.name, "exit_code": result.exit_code, "problems": []}
-        write_json(as_json({**frame, **result.content}), json_file)
+        content = {"command": self.name, "exit_code": result.exit_code, "problems": [], **result.content}
+        write_json(as_json(content), json_file)
 
 
 def write_json(json: str, json_file: str | None) -> None:
@@ -123,7 +124,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     merge_options.apply_global_options()
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_OneLine("%(levelname)s: %(message)s"))
-    if merge_options.quiet:
+    if merge_options.quiet or not sys.stderr.isatty():  # its bars would fill a log
         transformers.utils.logging.disable_progress_bar()
     others = merge_options.model_dump(include=options.keys() - {"cuda", "num_threads", "verbosity"})
     if merge_options.device == "cuda" and "LOCAL_RANK" in os.environ:

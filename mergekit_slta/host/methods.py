@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -99,9 +99,12 @@ class Method(GroupMergeMethod):
         return self._experiment.architecture if self._experiment else None
 
     @contextlib.contextmanager
-    def merging(self, experiment: Experiment, merge: Merge) -> Iterator[None]:
-        """Take the tensors of all models' groups from the merge of a recipe, also on other threads."""
-        self._experiment, self._merge = experiment, merge
+    def merging(self, experiment: Experiment, merge: Merge, progress: Callable[[str, int], object]) -> Iterator[None]:
+        """Take the tensors of all models' groups from the merge of a recipe, also on other threads.
+
+        ``progress`` is told the name of each tensor that is merged, and that it is one.
+        """
+        self._experiment, self._merge, self._progress = experiment, merge, progress
         try:
             yield
         finally:
@@ -126,6 +129,8 @@ class Method(GroupMergeMethod):
         dtype = dtype_from_name(experiment and experiment.exempt_types.get(name, out_dtype)) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
+        if experiment is not None:
+            self._progress(name, 1)
         return merged
 
 

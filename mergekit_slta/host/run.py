@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from mergekit.options import MergeOptions as MergekitOptions
 from mergekit_slta import files
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
+from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
@@ -122,9 +124,14 @@ def _merged(
     if not experiment.ranks.first:
         return []
     earlier, recipe = entry_files(experiment, folder), experiment.recipe
-    with method.merging(experiment, merge):
+    bars, total = sys.stderr.isatty(), len(experiment.model(recipe.base).tensors)
+    options = experiment.options if bars else experiment.options.model_copy(update={"quiet": True})  # they fill a log
+    with (
+        progress_bar("Merging", [recipe.base], total, experiment.quiet or bars) as progress,
+        method.merging(experiment, merge, progress),
+    ):
         # The last part of the folder's path is the card's title.
-        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), experiment.options, recipe.text)
+        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in experiment.checkpoints:
         model.refuse_changes()

@@ -67,7 +67,7 @@ run("new", "org/base", "org/math", "--calibration", "math.jsonl")
 run("ask", "--prompts-only", "-o", "prompts.txt")
 for command in ("check", "evaluate", "ask", "linearity"):
     run(command, "--help")
-run("check", "missing.yml", code=2)
+run("check", "missing.yml", code=1)
 run("evaluate", code=2)
 run("calibrate", "--levle", code=2)
 assert not {"torch", "transformers", "mergekit"} & set(sys.modules)

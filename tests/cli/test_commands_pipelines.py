@@ -159,6 +159,14 @@ def test_evaluate_is_a_gate(
     assert "base model keeps" not in said.stderr and "expert math keeps" not in said.stderr
 
 
+def test_without_a_terminal_a_merge_prints_no_bars(
+    family: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "SECONDS_BETWEEN_LINES", -1)
+    said = run("merge", write_recipe(family, "actmat", calibration=False), tmp_path / "out").stderr
+    assert " Merging: lm_head.weight, " in said and "it/s" not in said
+
+
 def test_without_a_terminal_progress_comes_in_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
