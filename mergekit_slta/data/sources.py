@@ -313,9 +313,6 @@ def read_records(source: str) -> Sequence[Record]:
     Args:
         source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.txt`` file (relative to the current directory), or
             ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
-
-    Raises:
-        SltaError: the source is missing, broken, empty or of an unknown kind.
     """
     path = os.path.expanduser(source)
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()

@@ -111,12 +111,7 @@ class Method(GroupMergeMethod):
             self._experiment, self._merge = None, self._without_recipe
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor.
-
-        Raises:
-            SltaError: the merged tensor is not finite in the data type that it is written in, or the method runs whole
-                models, but mergekit-pytorch or a tensor-level call names files or tensors.
-        """
+        """Merge one tensor."""
         of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
         experiment, merge = (self._experiment, self._merge) if of_models else (None, self._without_recipe)
         if experiment is None and not isinstance(merge, DataFreeMerge):
@@ -238,11 +233,7 @@ class DataFreeMerge(Merge):
         raise NotImplementedError
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
-        """Add the merged task vector to the base model's tensor, in at least float32.
-
-        Raises:
-            SltaError: the base model or an expert has a value that is not finite.
-        """
+        """Add the merged task vector to the base model's tensor, in at least float32."""
         base = group.base
         assert base is not None, "the input contract requires a base"
         start = base.tensor.to(torch.promote_types(base.tensor.dtype, torch.float32))
@@ -312,11 +303,7 @@ class SftmMerge(DataFreeMerge):
 
 
 def task_vectors_of(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Each expert's task vector, its tensor minus the base model's ``start``, in ``start``'s dtype.
-
-    Raises:
-        SltaError: the base model or the expert has a value that is not finite.
-    """
+    """Each expert's task vector, its tensor minus the base model's ``start``, in ``start``'s dtype, if it is finite."""
     for entry in group.non_base:
         task_vector = entry.tensor.to(start.dtype).sub(start)
         if not is_finite(task_vector, task_vector.dtype):

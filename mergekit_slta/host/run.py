@@ -64,9 +64,6 @@ def run(
     one merges.
 
     ``stock`` is mergekit's ``run_merge``, ``source`` the recipe's YAML, which mergekit copies to the folder.
-
-    Raises:
-        SltaError: the recipe, a model, the data or the disk does not allow the merge.
     """
     with ONE_AT_A_TIME:
         LoaderCache.loaders.clear()

@@ -134,9 +134,6 @@ def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Tensors) -> tuple[to
 
     Returns:
         The first layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
-
-    Raises:
-        SltaError: the layers need more than the hidden states of the layer before.
     """
     hidden, calls, _ = capture_calls(decoder, token_ids, edges, lambda layer, *_: decoder.form.returned[layer])
     return decoder.tokens_first(hidden), calls

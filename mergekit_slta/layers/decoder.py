@@ -63,11 +63,7 @@ class LayerCall:
         return LayerCall(args, arguments)
 
     def entered(self, before: LayerCall) -> State:
-        """The tensors that the layer has added to the dictionaries of this call, compared with the call ``before``.
-
-        Raises:
-            SltaError: an added value is neither a tensor nor a tuple of tensors.
-        """
+        """The tensors that the layer has added to the dictionaries of this call, compared with the call ``before``."""
         added: dict[tuple[Any, ...], torch.Tensor] = {}
         earlier = before.arguments
         for argument, value in self.arguments.items():

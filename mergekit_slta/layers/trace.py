@@ -69,11 +69,7 @@ INSEPARABLE = "its heads cannot be told apart by its linear maps"
 def trace(
     config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """Find out how a model calls its decoder layers, how each splits into branches and heads, and how it ends.
-
-    Raises:
-        SltaError: the model is not a decoder-only language model, or its layers cannot be found, or run one at a time.
-    """
+    """Find out how a model calls its decoder layers, how each splits into branches and heads, and how it ends."""
     refuse_unless_decoder(config)
     return on_device(trace_model(meta_model(config, trust_remote_code)), device)
 

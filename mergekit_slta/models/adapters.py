@@ -89,9 +89,6 @@ def merge_adapter(
 
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
     Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
-
-    Raises:
-        SltaError: an adapter has no folder to be merged in, or does not fit its base model.
     """
     if self.lora is None:
         return self
@@ -148,11 +145,7 @@ def target_of(name: str) -> str:
 def with_adapter(
     model: transformers.PreTrainedModel, reference: ModelReference, folder: Path, tensors: Mapping[str, torch.Tensor]
 ) -> transformers.PreTrainedModel:
-    """Merge an adapter's tensors into a model, which is changed; both may be on the meta device.
-
-    Raises:
-        SltaError: the adapter has a tensor that does not fit the model, or lacks one; or peft cannot merge its kind.
-    """
+    """Merge an adapter's tensors into a model, which is changed; both may be on the meta device."""
     empty = [name for name, tensor in tensors.items() if not tensor.numel()]
     if empty or not tensors:
         holds = f"empty tensors ({listed(sorted(empty))})" if empty else "no tensors"

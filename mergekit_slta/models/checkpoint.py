@@ -80,9 +80,6 @@ class Checkpoint:
             fetched: what ``fetch`` has returned for some of these names, if it was called.
             stacks: the shapes [E, ...] of those among the tensors that hold a mixture's experts, by their keys, if
                 each expert's part is to be read again whenever it is used: they become ``ExpertStack`` objects.
-
-        Raises:
-            SltaError: a tensor is missing, or holds NaN or Inf, or the files have changed since it was opened.
         """
         tensors: dict[str, torch.Tensor] = {}
         for key, name in names.items():

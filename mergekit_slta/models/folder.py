@@ -39,11 +39,7 @@ def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def code_of(folder: Path) -> Iterator[Path]:
-    """The Python files of a model's own code: those that its configurations name, and what these import.
-
-    Raises:
-        SltaError: a configuration cannot be read or names a module that is not beside it, or a module cannot be read.
-    """
+    """The Python files of a model's own code: those that its configurations name, and what these import."""
     for config in folder.glob("*config.json"):
         with reading(config):
             classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()

@@ -124,10 +124,6 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     """Read the configuration and the headers of the weight files of a model in a folder or on the Hub.
 
     Its adapter is ignored.
-
-    Raises:
-        SltaError: the model does not exist, its configuration cannot be read, files are missing or damaged, or its
-            weights are pickled on the Hub, where they have no headers to ask for.
     """
     path = reference.model
     if reference.lora and os.path.isdir(str(reference)):
@@ -189,12 +185,7 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
 
 
 def weight_map(folder: Path) -> dict[str, list[str]]:
-    """The weight files that mergekit reads from a folder, each with its tensors' names if there is an index.
-
-    Raises:
-        SltaError: the folder has no weights, or whole ones beside an index of others, or the index cannot be read or
-            names missing files.
-    """
+    """The weight files that mergekit reads from a folder, each with its tensors' names if there is an index."""
     for name in WEIGHT_FILES:
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -250,11 +241,7 @@ def folder_headers(folder: Path) -> Headers:
 
 
 def file_headers(path: Path) -> Headers:
-    """The tensors of a ``.safetensors`` file, in the order of their bytes, or of a pickled checkpoint.
-
-    Raises:
-        SltaError: the file is damaged.
-    """
+    """The tensors of a ``.safetensors`` file, in the order of their bytes, or of a pickled checkpoint."""
     with reading(path):
         if path.suffix != ".safetensors":
             return {
@@ -292,11 +279,7 @@ def _header(shape: list[int], dtype: str) -> TensorHeader:
 
 
 def hub_headers(path: ModelPath) -> Headers:
-    """The tensors of a model on the Hub, read by requests for parts of its files.
-
-    Raises:
-        SltaError: the Hub cannot be asked, or the model has no safetensors files there.
-    """
+    """The tensors of a model on the Hub, read by requests for parts of its files."""
     try:
         with hub.asking(path):
             files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata

@@ -48,9 +48,6 @@ def meta_model(config: transformers.PretrainedConfig, trust_remote_code: bool = 
     """Build the model that ``config`` describes on the meta device, in evaluation mode and with tied weights tied.
 
     It is built from a copy, because transformers changes the configuration.
-
-    Raises:
-        SltaError: the configuration names no architecture, or transformers cannot build it.
     """
     if not config.architectures:
         raise SltaError(f"The config of model type '{config.model_type}' names no architecture: add 'architectures'.")

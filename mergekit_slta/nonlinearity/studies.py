@@ -151,11 +151,7 @@ class Plan:
         )
 
     def measure(self, quiet: bool = True) -> Linearity:
-        """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``.
-
-        Raises:
-            SltaError: a level does not apply to the models, or one prompt does not fit into memory.
-        """
+        """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``."""
         layers = range(len(self.decoder))
         result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
         for number, study in enumerate(self.studies, 1):

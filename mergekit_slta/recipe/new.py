@@ -45,10 +45,6 @@ def new_recipe(
     sources are the experts' in their order, then the base model's, if any; without some, the recipe names files of the
     models' answers. Above it are the commands that write those of its files that are not there. ``report`` is a folder
     for the merge's page.
-
-    Raises:
-        SltaError: a folder is missing, a model is named twice, or the calibration sources are not as many as the models
-            that need one.
     """
     base, *experts = map(_model_name, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):

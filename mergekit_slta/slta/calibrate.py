@@ -48,9 +48,6 @@ def calibrate(
     """Measure the Gram matrix [N, T, T] of every submodule on every calibration sample, rows ordered by task.
 
     ``models`` are the base model, then the ``T`` experts; ``partial`` and ``progress`` are those of ``pass_layers``.
-
-    Raises:
-        SltaError: a checkpoint's tensors or an expert's features are not finite, or a sample does not fit into memory.
     """
     for note in (note for level in levels for note in fallbacks(decoder, level)):
         LOG.warning("%s", note)

@@ -177,11 +177,7 @@ def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: S
 
 
 def _read_fitting(experiment: Experiment, path: Path, levels: Sequence[str]) -> Statistics:
-    """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names.
-
-    Raises:
-        SltaError: everything in which the file does not fit, a sentence each.
-    """
+    """Compare a file with the recipe, and select the recipe's experts and tasks under the recipe's names."""
     stored, recipe = Statistics.load(path), experiment.recipe
     info = stored.info
     require_calibration(recipe, statistics=True)

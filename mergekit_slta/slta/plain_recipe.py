@@ -66,9 +66,6 @@ def plain_recipe(
 
     ``origin`` are sentences for its header on where the weights come from; ``paths`` are what is written for each
     model, by its name in ``info``. See ``Solution.save_recipe``.
-
-    Raises:
-        SltaError: a recipe cannot express the level, or the base model's configuration cannot be read.
     """
     if level == "head_mlp":
         raise SltaError(
@@ -119,10 +116,6 @@ def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeight
     """Every tensor of mergekit's plan with its merging weights.
 
     The names are those of mergekit's definition of the architecture, or else transformers' own names.
-
-    Raises:
-        SltaError: the parts of one tensor take different weights, such as a mixture's fused experts, or mergekit
-            needs a tensor that the model does not have.
     """
     planned = []
     layers = weights.decoder.layers_path + "."

@@ -155,11 +155,7 @@ def _are_grams(gram: torch.Tensor) -> bool:
 
 
 def resolve_statistics(source: str, cache_dir: str | None = None) -> Path:
-    """The path of a statistics file, or of that in a merged folder; ``hf:...`` is downloaded from the Hub.
-
-    Raises:
-        SltaError: the reference is malformed, or the download failed.
-    """
+    """The path of a statistics file, or of that in a merged folder; ``hf:...`` is downloaded from the Hub."""
     if not source.startswith(PUBLISHED_PREFIX):
         path = Path(source).expanduser()
         return beside if (beside := path / STATISTICS_OF_MERGE).is_file() else path

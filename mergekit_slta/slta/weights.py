@@ -59,9 +59,6 @@ class TensorWeights:
 
         Returns:
             [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.
-
-        Raises:
-            SltaError: the tensor belongs to no branch of its layer.
         """
         piece = self.layout.pieces.get(stored)
         if piece is None:
