@@ -95,9 +95,7 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         layers = listed(map(str, made.uncorrected))
         paragraphs.append(f"No map corrects what earlier layers have missed in the layers {layers}.")
     if solution is not None:
-        from mergekit_slta.reports.merge import retained_sentence
-
-        paragraphs.append(f"{printable(retained_sentence(solution))} The share says little about accuracy.")
+        paragraphs.append(f"{printable(solution.verdict())} The share says little about accuracy.")
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
     commit = made.versions["commit"]

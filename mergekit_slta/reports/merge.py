@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from mergekit_slta.figures import Line, Panel, line_chart
-from mergekit_slta.levels import kinds_of, place_of
+from mergekit_slta.levels import kinds_of
 from mergekit_slta.reports.page import Chart, Page
-from mergekit_slta.slta.solver import SubmoduleSolution, pooled
+from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number
 
 DRAWS = 200  # of the samples, for the intervals of the merging weights
 MOST_DRAWN = 50  # experts; the draws of more take gigabytes
@@ -28,46 +28,6 @@ MEANING = (
     "calculation assumes that features change in proportion to the merging weights. The share of the feature change "
     "says little about accuracy: score the merge with mergekit-slta evaluate."
 )
-
-
-# In words
-
-
-def retained_sentence(solution: Solution) -> str:
-    """How much of each expert's feature change the merge retains, and where; and how much of the base model."""
-    by_layer, clauses = retained_by_layer(solution), []
-    for number, (name, share) in enumerate(
-        zip(short_names(solution.models), solution.retained_overall.tolist(), strict=True)
-    ):
-        clause = f"{as_score(share)} of {possessive(name)}" + " feature change" * (number == 0)
-        layers = {layer: float(shares[number]) for layer, shares in by_layer.items() if not shares[number].isnan()}
-        if len(layers) > 1:
-            least, most = min(layers, key=layers.__getitem__), max(layers, key=layers.__getitem__)
-            clause += f" (from {as_score(layers[least])} in layer {least} to {as_score(layers[most])} in layer {most})"
-        elif math.isnan(share):
-            clause += " (it has none: is it a copy of the base model?)"
-        clauses.append(clause)
-    clauses += [f"{as_score(solution.kept_base_overall)} of the base model on its own task"] * solution.keeps_base
-    return f"At level {solution.level}, the merge retains {enumerated(clauses)}."
-
-
-# In numbers, from the Gram matrices alone
-
-
-def retained_by_layer(solution: Solution) -> dict[int, torch.Tensor]:
-    """The share of each expert's feature change that the merge retains in each layer, [T]."""
-    layers: dict[int, list[SubmoduleSolution]] = {}
-    for name, solved in solution.submodules.items():
-        layer = place_of(name).layer
-        if layer is not None:
-            layers.setdefault(layer, []).append(solved)
-    return {
-        layer: pooled(torch.stack([part.retained for part in parts]), torch.stack([part.share for part in parts]))
-        for layer, parts in layers.items()
-    }
-
-
-# The page
 
 
 def report(merge: Solution | Statistics, folder: str | os.PathLike[str]) -> Path:
@@ -93,7 +53,7 @@ def report_page(merge: Solution | Statistics) -> Page:
         charts = [_retained_chart(solution), _alpha_chart(solution, weights)]
     return Page(
         title=f"Report on a merge of {enumerated(short_names(solution.models))}",
-        verdict=[retained_sentence(solution), MEANING, *solution.notes()],
+        verdict=[solution.verdict(), MEANING, *solution.notes()],
         facts=_facts(solution),
         charts=charts,
         table=table,

@@ -59,7 +59,7 @@ def inner_products(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def of_all_ranks(measured: Grams, ranks: Ranks, base: object, models: Sequence[object]) -> Grams:
-    """Sum Gram matrices over the ranks, each of which holds its own samples, and refuse features that are not finite."""
+    """Sum Gram matrices over the ranks, each of which holds its own samples; refuse what is not finite."""
     grams = {name: ranks.sum(part) for name, part in measured.items()}
     for name, gram in grams.items():
         finite = gram.diagonal(dim1=1, dim2=2).isfinite().all(0).tolist()

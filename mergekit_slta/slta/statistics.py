@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta import files
 from mergekit_slta.errors import SltaError, number, whole_number
-from mergekit_slta.levels import LEVELS, kinds_of, of_level
+from mergekit_slta.levels import LEVELS, kinds_of, of_level, place_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
 from mergekit_slta.slta.statistics_file import (
     Info,
@@ -28,7 +28,7 @@ from mergekit_slta.slta.statistics_file import (
     write_statistics,
 )
 from mergekit_slta.tables import Paragraphs, Table, as_json, known_names, short_names
-from mergekit_slta.words import as_score, counted, kind_name, plain_number
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -316,8 +316,15 @@ class Solution(Paragraphs):
         A submodule counts the more, the more the feature change in it is the expert's own. NaN for an expert that
         changes nothing.
         """
-        solved = self.submodules.values()
-        return pooled(torch.stack([one.retained for one in solved]), torch.stack([one.share for one in solved]))
+        return _retained_together(self.submodules.values())
+
+    def retained_by_layer(self) -> dict[int, torch.Tensor]:
+        """``retained_overall`` of each layer's submodules alone."""
+        layers: dict[int, list[SubmoduleSolution]] = {}
+        for name, solved in self.submodules.items():
+            if (layer := place_of(name).layer) is not None:
+                layers.setdefault(layer, []).append(solved)
+        return {layer: _retained_together(parts) for layer, parts in layers.items()}
 
     @property
     def keeps_base(self) -> bool:
@@ -452,6 +459,23 @@ class Solution(Paragraphs):
             rows.append(["all", *("–" for _ in self.models), *map(as_score, shares), "–"])
         return Table(list(columns), rows)
 
+    def verdict(self) -> str:
+        """How much of each expert's feature change the merge keeps, and where; and how much of the base model."""
+        by_layer, clauses = self.retained_by_layer(), []
+        overall = zip(short_names(self.models), self.retained_overall.tolist(), strict=True)
+        for place, (name, share) in enumerate(overall):
+            clause = f"{as_score(share)} of {possessive(name)}" + " feature change" * (place == 0)
+            layers = {layer: float(shares[place]) for layer, shares in by_layer.items() if not shares[place].isnan()}
+            if len(layers) > 1:
+                least, most = min(layers, key=layers.__getitem__), max(layers, key=layers.__getitem__)
+                where = f"from {as_score(layers[least])} in layer {least} to {as_score(layers[most])} in layer {most}"
+                clause += f" ({where})"
+            elif math.isnan(share):
+                clause += " (it has none: is it a copy of the base model?)"
+            clauses.append(clause)
+        clauses += [f"{as_score(self.kept_base_overall)} of the base model on its own task"] * self.keeps_base
+        return f"At level {self.level}, the merge retains {enumerated(clauses)}."
+
     def notes(self) -> list[str]:
         """Sentences on the submodules whose samples do not determine every weight that was solved."""
         count, notes = len(self.submodules), list[str]()
@@ -552,3 +576,8 @@ class Solution(Paragraphs):
                 f"sha256 of all measured {info.keep.sha256}."
             )
         return lines
+
+
+def _retained_together(solved: Collection[SubmoduleSolution]) -> torch.Tensor:
+    """The ``retained`` of several submodules, each counted by how much of its feature change is the expert's own."""
+    return pooled(torch.stack([one.retained for one in solved]), torch.stack([one.share for one in solved]))

@@ -13,7 +13,7 @@ from support.html_elements import Elements, assert_self_contained
 from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 
 from mergekit_slta.reports import merge
-from mergekit_slta.reports.merge import DRAWS, report, report_page, retained_by_layer, retained_sentence
+from mergekit_slta.reports.merge import DRAWS, report, report_page
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
@@ -40,14 +40,14 @@ def test_the_sentence_says_what_is_kept_of_each_expert_and_where() -> None:
     share = as_score(float(solution.retained_overall[0]))
     where = "(from 0.20 in layer 2 to 0.80 in layer 0)"
     said = f"At level layer, the merge retains {share} of math's feature change {where} and {share} of code's {where}."
-    assert retained_sentence(solution) == said
+    assert solution.verdict() == said
 
 
 def test_the_sentence_says_which_expert_changes_nothing() -> None:
     statistics = interfering([0.5] * 4)
     for gram in statistics.grams.values():
         gram[:, 1], gram[:, :, 1] = 0, 0
-    said = retained_sentence(statistics.solve("layer"))
+    said = statistics.solve("layer").verdict()
     assert said.endswith(" and – of code's (it has none: is it a copy of the base model?).")
 
 
@@ -56,7 +56,7 @@ def test_the_base_models_own_task_is_said() -> None:
     info = synthetic.info(["math", "code"], ["layer"], 1, 4, keep=keep)
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
-    assert retained_sentence(solution).endswith(
+    assert solution.verdict().endswith(
         f" and {as_score(solution.kept_base_overall)} of the base model on its own task."
     )
     page = report_page(solution)
@@ -76,7 +76,7 @@ def test_the_page_needs_nothing_else_and_its_tables_hold_the_solution(level: str
     elements = Elements(text)
     said = " ".join(elements.text.split())
     meaning = "The share of the feature change says little about accuracy"
-    assert 0 < said.index(retained_sentence(solution)) < said.index(meaning) < said.index("Measurement")
+    assert 0 < said.index(solution.verdict()) < said.index(meaning) < said.index("Measurement")
     pictures = {f"{chart}-{level}.png" for chart in ("retained", "alpha") if level != "model"}
     images = [attributes for tag, attributes in elements.found if tag == "img"]
     assert len(pictures) == len(images) == sum(tag == "details" for tag, _ in elements.found)
@@ -124,7 +124,7 @@ def test_the_command_writes_the_report_and_says_its_sentence(tmp_path: Path) -> 
     statistics.save(tmp_path / "stats.safetensors")
     said = run("report", tmp_path / "stats.safetensors", "-o", tmp_path / "new").output
     solution = statistics.solve("layer")
-    assert said.startswith(f"{retained_sentence(solution)}\n")
+    assert said.startswith(f"{solution.verdict()}\n")
     assert (tmp_path / "new" / "report.html").is_file()
     assert "There is no statistics file" in run("report", tmp_path / "none", "-o", tmp_path / "other", code=1).output
     assert not (tmp_path / "other").exists()
@@ -137,7 +137,7 @@ def test_a_recipe_writes_the_report_of_its_merge(llama: Family, tmp_path: Path) 
     families.merge(recipe, tmp_path / "out")
     measured = Statistics.load(tmp_path / "s.safetensors")
     text = " ".join(Elements((tmp_path / "report" / "report.html").read_text()).text.split())
-    assert retained_sentence(measured.solve("layer", ridge=0.2)) in text and "ridge 0.2" in text
+    assert measured.solve("layer", ridge=0.2).verdict() in text and "ridge 0.2" in text
 
 
 # The numbers, against dense features and against solving anew
@@ -148,7 +148,7 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     deltas = {name: reference.random_deltas([4] * 3, 3, seed) for seed, name in enumerate(names)}
     solution = synthetic.statistics(grams={name: own.grams() for name, own in deltas.items()}).solve("attn_mlp")
     alpha = {name: reference.merging_weights(own) for name, own in deltas.items()}
-    by_layer = retained_by_layer(solution)
+    by_layer = solution.retained_by_layer()
     of_layers = {layer: [f"layer.{layer}.attn", f"layer.{layer}.mlp"] for layer in range(3)}
     assert list(by_layer) == [*of_layers]
     for found, own in (
