@@ -418,7 +418,7 @@ def _read_dataset(source: str) -> Sequence[Record]:
     try:
         try:
             loaded = load(name)
-        except ConnectionError:  # ``hf download`` keeps a dataset where ``datasets`` does not look without a network
+        except ConnectionError:  # ``hf download`` puts a dataset where ``datasets`` does not look without a network
             loaded = load(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
         kind = MachineError if isinstance(error, LocalEntryNotFoundError) else SltaError

@@ -12,7 +12,7 @@ from mergekit.merge import run_merge
 from mergekit_slta.host import patches  # noqa: F401 - mergekit's planning is replaced, also without start-up files
 from mergekit_slta.host.run import run
 from mergekit_slta.recipe.experiment import Options
-from mergekit_slta.recipe.recipe import RecipeOrFile, loaded, plain_values
+from mergekit_slta.recipe.recipe import RecipeOrFile, loaded, plain
 
 
 class MergeOptions(Options, total=False):
@@ -54,5 +54,5 @@ def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[M
     if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
         raise TypeError(f"merge has no option {', '.join(unknown)}.")
     recipe, folder = loaded(recipe), Path(out).expanduser()
-    run(inspect.unwrap(run_merge), recipe.config, str(folder), plain_values(options), recipe.text)
+    run(inspect.unwrap(run_merge), recipe.config, str(folder), plain(options), recipe.text)
     return folder

@@ -152,10 +152,10 @@ class SltaMerge(Merge):
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.retained_overall.tolist(), strict=True)
         parts = [f"{name} {as_score(share)}" for name, share in shares]
-        parts += [
-            f"the base model on its prompts {as_score(self.solution.kept_base_overall)}"
-        ] * self.solution.keeps_base
-        self.result = f"Share retained of each expert's feature change: {', '.join(parts)}."
+        base = f"; kept of the base model on its prompts: {as_score(self.solution.kept_base_overall)}"
+        self.result = (
+            f"Share retained of each expert's feature change: {', '.join(parts)}{base * self.solution.keeps_base}."
+        )
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
 
@@ -283,7 +283,7 @@ class ActmatMerge(DataFreeMerge):
 class SftmMerge(DataFreeMerge):
     """Superpose Features from Task Matrices, Algorithm 2 of the paper (``sftm/superpose.py``).
 
-    Linear maps and convolutions keep the singular features of every expert's task matrix, biases, embeddings and the
+    Linear maps and convolutions get the singular features of every expert's task matrix, biases, embeddings and the
     output head take the sum of the task vectors, both times ``lambda``; norms take the mean, unscaled. Task matrices
     are ``weight`` (expert − base) in float32 (float64 for float64 tensors), trimmed to the share ``density``.
     """

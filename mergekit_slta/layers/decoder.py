@@ -77,7 +77,7 @@ class LayerCall:
                     if not isinstance(part, torch.Tensor):
                         raise SltaError(
                             f"A layer passes a {type(part).__name__} to later layers in '{argument}', which cannot be "
-                            "kept between layers, so slta and featcal cannot run it: use 'merge_method: actmat'."
+                            "handed from layer to layer, so slta and featcal cannot run it: use 'merge_method: actmat'."
                         )
                     added[argument, key, *rest] = part
         return added
@@ -176,7 +176,7 @@ class LayerRun:
 def watch(layers: Iterable[torch.nn.Module]) -> list[LayerRun]:
     """Let the modules of layers report to the last run in a list, which is empty unless a run is under way.
 
-    Dropout does not report: it may serve both branches, and it keeps the residual stream's sum.
+    Dropout does not report: it may serve both branches, and changes no sum.
     """
     runs: list[LayerRun] = []
     for layer in layers:

@@ -153,7 +153,7 @@ def with_adapter(
     names, is_meta = names_in(model, tensors), next(model.parameters()).is_meta
     cure = "name the model that it was trained on"
     if any(re.search(r"\.experts\.\d", name) for name in names):
-        cure = "train it on all experts and all of their maps, which transformers keeps in one tensor"
+        cure = "train it on all experts and all of their maps, which transformers has in one tensor"
     sentence = reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure)
     with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
         config = peft.PeftConfig.from_pretrained(str(folder))

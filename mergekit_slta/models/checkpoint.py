@@ -29,7 +29,7 @@ Tensors = Mapping[str, torch.Tensor]
 class Checkpoint:
     """A model that a recipe names, its LoRA merged; mergekit downloads it and merges the LoRA when this is made.
 
-    It has a loader of its own: the one that mergekit keeps from merge to merge may still map a file that was replaced.
+    It has a loader of its own: the one that mergekit has from merge to merge may still map a file that was replaced.
     """
 
     def __init__(

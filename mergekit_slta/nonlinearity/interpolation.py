@@ -1,7 +1,7 @@
 """Measure feature deltas of models between the base model and the experts, as calibration measures experts.
 
 A setting c [T] stands for the weights theta_0 + sum_t c_t tau_t. Each setting runs on the base model's input to a
-layer, or as a whole model; the Gram matrices of its feature deltas are kept.
+layer, or as a whole model; the result are the Gram matrices of its feature deltas.
 
 Shapes: ``T`` experts, ``K`` settings, ``N`` samples.
 """

@@ -33,7 +33,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import Headers, Model, exempt_types, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
-from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain_values
+from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
 
 
@@ -58,7 +58,7 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        self.options = MergeOptions(**in_recipes_type(plain_values(options), self.recipe.config.dtype))
+        self.options = MergeOptions(**in_recipes_type(plain(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)  # where the layers run
         self.drawn: dict[tuple[Task, int], CalibrationData] = {}  # by task and number of samples
@@ -348,7 +348,7 @@ def require_device(name: str) -> None:
 
 
 def opened(recipe: RecipeOrFile | Experiment, options: Options) -> Experiment:
-    """The experiment of a recipe, on a device that can compute; one that is opened keeps its options."""
+    """The experiment of a recipe, on a device that can compute; an opened one has its own options."""
     if isinstance(recipe, Experiment):
         return recipe
     require_device(str(options.get("device", "cpu")))

@@ -76,7 +76,7 @@ class Recipe:
                 f"'content' is of type {type(content).__name__}: give a mapping, or a file to Recipe.load(path)."
             )
         try:
-            text = yaml.safe_dump(plain_values(content), sort_keys=False, allow_unicode=True)
+            text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
             raise SltaError(f"'content' holds a value that YAML cannot write ({first_line(error)}).") from None
         self._parse(text, "This recipe")
@@ -136,11 +136,15 @@ class Recipe:
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
+        refuse(self._faults)
+
+    @cached_property
+    def _faults(self) -> list[str]:
         problems, tables = [*faults(self.config, self.content, self.method)], expert_parameters(self.config)
         without = [str(model) for model, table in tables.items() if not table.get("calibration")]
         if problems and without and self.method.runs_models and "statistics" not in (self.config.parameters or {}):
             problems.append(without_calibration(without, ""))  # which may also be all that is wrong, see below
-        refuse(problems)
+        return problems
 
     @cached_property
     def base(self) -> ModelReference:
@@ -224,17 +228,12 @@ class Recipe:
         return [*([base] if base else []), *expert_references(self.config)]
 
 
-def plain_values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters or options as YAML writes them, from what a Python program gives."""
-    return {name: _plain(value) for name, value in parameters.items()}
-
-
-def _plain(value: Any) -> Any:
-    """Paths, data types and devices as strings, scalars and arrays of numpy and torch as numbers and lists."""
+def plain(value: Any) -> Any:
+    """What a Python program gives as YAML writes it: paths, data types and devices as strings, arrays as lists."""
     if isinstance(value, Mapping):
-        return plain_values(value)
+        return {name: plain(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, (os.PathLike, torch.dtype, torch.device)):
         return str(value).removeprefix("torch.")
     return value.tolist() if hasattr(value, "tolist") else value

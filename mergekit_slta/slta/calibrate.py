@@ -5,7 +5,7 @@ For a submodule with input features x, gathered by running the base model on a s
     Delta_b(x) = f(x; theta_b) - f(x; theta_0)                           the feature delta [S, D], without padding
     G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
 
-The paper runs the base model through all layers, keeps each submodule's inputs, and then goes over the submodules; the
+The paper runs the base model through all layers, stores each submodule's inputs, and then goes over the submodules; the
 engine's loop (``engine/loop.py``) does both layer by layer, so that no inputs are stored. Everything after the Gram
 matrices is arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the weights of its submodule.
 

@@ -126,7 +126,7 @@ class LayerFeatures:
         self.branches_to_run = [b for b in split if b in self.branches or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
         for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
-            routed = linear_map.expert is not None  # there may be too many of these to keep
+            routed = linear_map.expert is not None  # there may be too many of these to have at once
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, tensors)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:

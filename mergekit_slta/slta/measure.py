@@ -35,6 +35,7 @@ from mergekit_slta.slta.statistics_file import (
     resolve_statistics,
 )
 from mergekit_slta.slta.submodules import fallbacks
+from mergekit_slta.words import enumerated
 
 LOG = logging.getLogger(__name__)
 
@@ -252,24 +253,16 @@ def _misfits(
         )
     calibration = [*(None if index is None else info.calibration[index] for index in order), info.keep]
     different = [
-        (task, measured)
+        f"'{task.calibration}' of {task}"
         for task, measured, samples in zip(recipe.tasks, calibration, data, strict=False)
         if measured is not None and samples.sha256 != measured.sha256
     ]
-    most = max(expert.samples for expert in recipe.experts)
-    settings = {"samples": most} | recipe.settings.model_dump(include={"max_tokens", "seed"})
-    # Other settings draw other samples, so the data can be compared only if the settings are equal.
-    yield from [
-        f"The recipe has {name} {value}, but {path} was measured with {getattr(info, name)}: set this value, or "
-        "measure into another file."
-        for name, value in settings.items()
-        if different and value != getattr(info, name)
-    ] or [
-        f"The calibration data '{task.calibration}' of {task} gives other tokens than '{measured.source}', on which "
-        f"{path} was measured: use the same prompts, leave 'calibration' out to use the file as it is, or measure "
-        "into another file."
-        for task, measured in different
-    ]
+    if different:
+        yield (
+            f"{enumerated(different)} gives other tokens than {path} was measured on (samples {info.samples}, "
+            f"max_tokens {info.max_tokens}, seed {info.seed}): use the same prompts and settings, leave 'calibration' "
+            "out to use the file as it is, or measure into another file."
+        )
     if missing := [level for level in levels if level not in info.levels]:
         options = " ".join(f"--level {level}" for level in (*info.levels, *missing))
         yield (

@@ -205,7 +205,7 @@ def bootstrap(
     balance: bool = True,
     **settings: Any,
 ) -> torch.Tensor:
-    """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; tasks keep their number of samples.
+    """Merging weights of ``repeats`` bootstrap samples, [repeats, T]; each task has as many samples as before.
 
     All are NaN if a task has one sample, which can only be drawn again. The arguments are those of ``solve``.
     """

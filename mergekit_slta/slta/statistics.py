@@ -199,7 +199,7 @@ class Statistics(Paragraphs):
         *,
         balance: bool = True,
     ) -> Solution:
-        """The merge with merging weights of your own, such as another method's, to see what it keeps, or to save it.
+        """The merge with merging weights of your own, such as another method's, to see what it retains, or to save it.
 
         Args:
             alpha: a weight for all experts, a weight for each of the ``T``, or such weights by submodule.
@@ -460,7 +460,7 @@ class Solution(Paragraphs):
         return Table(list(columns), rows)
 
     def verdict(self) -> str:
-        """How much of each expert's feature change the merge keeps, and where; and how much of the base model."""
+        """How much of each expert's feature change the merge retains, and where; and how much of the base it keeps."""
         by_layer, clauses = self.retained_by_layer(), []
         overall = zip(short_names(self.models), self.retained_overall.tolist(), strict=True)
         for place, (name, share) in enumerate(overall):
@@ -473,8 +473,8 @@ class Solution(Paragraphs):
             elif math.isnan(share):
                 clause += " (it has none: is it a copy of the base model?)"
             clauses.append(clause)
-        clauses += [f"{as_score(self.kept_base_overall)} of the base model on its own task"] * self.keeps_base
-        return f"At level {self.level}, the merge retains {enumerated(clauses)}."
+        base = f"; it keeps {as_score(self.kept_base_overall)} of the base model on its own task" * self.keeps_base
+        return f"At level {self.level}, the merge retains {enumerated(clauses)}{base}."
 
     def notes(self) -> list[str]:
         """Sentences on the submodules whose samples do not determine every weight that was solved."""

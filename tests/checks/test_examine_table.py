@@ -285,7 +285,7 @@ MODELS: Rows = [
 
 FUSED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 UNGATHERED = "save it again, and gather its shards first."
-ALL_EXPERTS = "): train it on all experts and all of their maps, which transformers keeps in one tensor."
+ALL_EXPERTS = "): train it on all experts and all of their maps, which transformers has in one tensor."
 
 
 def lora_of(architecture: str, *targets: str, parameters: Any = (), **changes: Any) -> Edit:

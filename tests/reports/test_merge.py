@@ -57,7 +57,7 @@ def test_the_base_models_own_task_is_said() -> None:
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
     assert solution.verdict().endswith(
-        f" and {as_score(solution.kept_base_overall)} of the base model on its own task."
+        f"; it keeps {as_score(solution.kept_base_overall)} of the base model on its own task."
     )
     page = report_page(solution)
     assert page.facts["Base model's task"] == "chat.jsonl, weight 1"
