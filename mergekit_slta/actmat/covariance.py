@@ -34,39 +34,39 @@ from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse, wi
 PRECISION = torch.float32
 
 
-def merged_task(role: Role, tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
+def merged_task(role: Role, vectors: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
     """The merged task vector in at least ``PRECISION``; each matrix of a stack [..., m, n] is solved by itself.
 
     A fused matrix, such as the one of queries, keys and values, is one linear map of one input.
     """
     if role is Role.TRANSPOSED:
-        return merged_task(Role.LINEAR, [task.mT for task in tasks], ridge, weights).mT
+        return merged_task(Role.LINEAR, [vector.mT for vector in vectors], ridge, weights).mT
     if role is not Role.LINEAR:
-        return weighted_mean(tasks, weights)
-    if tasks[0].ndim == 2:
-        return merge_by_covariance(tasks, ridge, weights)
-    return torch.stack([merged_task(role, matrices, ridge, weights) for matrices in zip(*tasks, strict=True)])
+        return weighted_mean(vectors, weights)
+    if vectors[0].ndim == 2:
+        return merge_by_covariance(vectors, ridge, weights)
+    return torch.stack([merged_task(role, matrices, ridge, weights) for matrices in zip(*vectors, strict=True)])
 
 
 def merge_by_covariance(
-    tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] | None = None
+    matrices: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] | None = None
 ) -> torch.Tensor:
     """The merged task matrix τ [out, in] of one linear map, in at least ``PRECISION``.
 
     Args:
-        tasks: ``T`` task matrices [out, in].
+        matrices: ``T`` task matrices [out, in].
         ridge: how strongly τ is drawn towards the mean; above 0.
         weights: how much each expert counts, 0 or above; equally by default.
     """
-    weights = [1.0] * len(tasks) if weights is None else weights
-    mean = weighted_mean(tasks, weights)
+    weights = [1.0] * len(matrices) if weights is None else weights
+    mean = weighted_mean(matrices, weights)
     rows, inputs = mean.shape
     total, change = mean.new_zeros(inputs, inputs), torch.zeros_like(mean)
     reference: torch.Tensor | None = None
-    for task, weight in zip(tasks, weights, strict=True):
-        if weight == 0 or not task.any():
+    for matrix, weight in zip(matrices, weights, strict=True):
+        if weight == 0 or not matrix.any():
             continue
-        exact, scaled = task.to(total.dtype), _scaled(task)
+        exact, scaled = matrix.to(total.dtype), _scaled(matrix)
         share = weight / float(scaled.square().sum())
         of_task = gram(scaled).mul_(share)
         total += of_task
@@ -76,7 +76,7 @@ def merge_by_covariance(
             change.addmm_((exact - reference) @ scaled.T, scaled, alpha=share)
         else:
             change.addmm_(exact - reference, of_task)
-    if len(tasks) == 1 or reference is None:
+    if len(matrices) == 1 or reference is None:
         return mean
     change.add_(mean - reference, alpha=ridge * eigenvalue(total))
     solution = times_inverse(change, with_ridge(total, ridge))
@@ -89,27 +89,27 @@ def matrix_bytes(rows: int, columns: int) -> int:
     return PRECISION.itemsize * (7 * rows * columns + 4 * columns**2)
 
 
-def covariance(task: torch.Tensor) -> torch.Tensor:
+def covariance(matrix: torch.Tensor) -> torch.Tensor:
     """C_t [n, n] of a task matrix [m, n] that counts once; zero where the expert did not touch it."""
-    scaled = _scaled(task)
+    scaled = _scaled(matrix)
     size = scaled.square().sum()
     return gram(scaled).mul_(torch.where(size > 0, 1 / size, 0.0))
 
 
-def _scaled(task: torch.Tensor) -> torch.Tensor:
+def _scaled(matrix: torch.Tensor) -> torch.Tensor:
     """A task matrix, times a power of two where squares of its numbers would be too small or too large for the type."""
-    exact = task.to(_precision(task))
+    exact = matrix.to(_precision(matrix))
     exponent = max(-100, min(math.frexp(float(exact.abs().amax()))[1], 100))
     return exact if abs(exponent) < 30 else exact * 2.0**-exponent
 
 
-def weighted_mean(tasks: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+def weighted_mean(vectors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The mean of the experts' task vectors, by how much each expert counts; zero if none does."""
-    total = torch.zeros_like(tasks[0], dtype=_precision(tasks[0]))
-    for task, weight in zip(tasks, weights, strict=True):
-        total.add_(task, alpha=weight / (sum(weights) or 1.0))
+    total = torch.zeros_like(vectors[0], dtype=_precision(vectors[0]))
+    for vector, weight in zip(vectors, weights, strict=True):
+        total.add_(vector, alpha=weight / (sum(weights) or 1.0))
     return total
 
 
-def _precision(task: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(task.dtype, PRECISION)
+def _precision(vector: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(vector.dtype, PRECISION)

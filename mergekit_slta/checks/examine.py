@@ -306,6 +306,6 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
         yield from error.sentences
         return
     if not left:
-        count = counted(len(experiment.samples(task).records), "prompt")
+        count = counted(len(experiment.draw(task).records), "prompt")
         has = f"only {count}, which all calibrate" if source == task.calibration else "only prompts that calibrate"
         yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}"

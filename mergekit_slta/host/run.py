@@ -84,10 +84,11 @@ def run(
         rename(config)
         recipe.config = config  # a program may have changed what it read
         with joined() as ranks, files_named("correct that and run the command again"):
-            _run(stock, Experiment(recipe, ranks=ranks, **options), out)
+            _check_and_merge(stock, Experiment(recipe, ranks=ranks, **options), out)
 
 
-def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
+def _check_and_merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
+    """Check a recipe and merge it into a folder that no other process uses meanwhile; then say what came of it."""
     folder = Path(out)
     # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
     with experiment.ranks.one_refusal():
@@ -100,13 +101,13 @@ def _run(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     with partial.held(experiment.ranks), interruptible(then):
         method = METHODS[experiment.recipe.config.merge_method]
         merge = method.kind()
-        unfinished = _merged(stock, experiment, method, merge, folder, partial)
+        unfinished = _merge(stock, experiment, method, merge, folder, partial)
     for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)
 
 
-def _merged(
+def _merge(
     stock: Callable[..., None], experiment: Experiment, method: Method, merge: Merge, folder: Path, partial: Partial
 ) -> list[str]:
     """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
@@ -140,7 +141,7 @@ def _merged(
 def _finish(experiment: Experiment, merge: Merge, folder: Path, earlier: Mapping[Path, tuple[int, int]]) -> list[str]:
     """Complete the folder that mergekit has written: files of the base model, statistics, manifest and card.
 
-    ``earlier`` are its ``entry_files`` before that. Returns what ``_merged`` does.
+    ``earlier`` are its ``entry_files`` before that. Returns what ``_merge`` does.
     """
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
     unchanged = earlier.items() & entry_files(experiment, folder).items()

@@ -178,7 +178,7 @@ def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[Merged
     recipe = experiment.recipe
     for index, task in enumerate(recipe.tasks if recipe.method.runs_models else ()):
         if task.calibration:
-            data, template = experiment.samples(task), task.template
+            data, template = experiment.draw(task), task.template
             source, revision, count, sha256 = source_name(data.source), data.revision, len(data.token_ids), data.sha256
         elif solution is not None:
             info, count, revision = solution.statistics.info, int((solution.statistics.task == index).sum()), ""

@@ -234,8 +234,8 @@ class Experiment:
                 return self.tokenizer(self.recipe.base)
         return aligned.tokenizer
 
-    def samples(self, task: Task, count: int | None = None) -> CalibrationData:
-        """A task's calibration samples: ``count`` of them, by default the task's number; see ``draw``.
+    def draw(self, task: Task, count: int | None = None) -> CalibrationData:
+        """Draw a task's calibration samples, once: ``count`` of them, by default the task's number.
 
         An SltaError also where a model that runs on them cannot read them.
         """
@@ -271,7 +271,7 @@ class Experiment:
         They are of the task's ``evaluation`` source if it has one. A record is left out because of its tokens: the
         merges may name other files that hold it, too.
         """
-        used = [self.samples(task)]
+        used = [self.draw(task)]
         keys = {source_key(source) for source in (task.calibration, task.evaluation) if source}
         for recipe in merges:
             for other in recipe.tasks:
@@ -304,7 +304,7 @@ class Experiment:
         The check of a recipe already draws those of local files, and the run takes them from ``drawn``. An SltaError if
         sources give no samples, some that a model cannot read, or the same for two experts.
         """
-        data = all_of(functools.partial(self.samples, task, count) for task in tasks)
+        data = all_of(functools.partial(self.draw, task, count) for task in tasks)
         seen: dict[str, Task] = {}
         refuse(
             f"'{other.calibration}' of {other} and '{task.calibration}' of {task} hold the same prompts: give each "

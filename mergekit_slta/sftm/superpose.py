@@ -51,18 +51,18 @@ def matrix_bytes(rows: int, columns: int, experts: int) -> int:
     return 8 * rank * (experts * (rows + columns) + (experts + 3) ** 2 * rank // 2)
 
 
-def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
+def superpose_task(role: Role, vectors: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
     """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
 
     A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
-    Sums need one task vector at a time, so ``tasks`` may be a generator.
+    Sums need one task vector at a time, so ``vectors`` may be a generator.
     """
     if role in (Role.LINEAR, Role.TRANSPOSED):
-        stacks = list(tasks)
+        stacks = list(vectors)
         if stacks[0].ndim > 2:
             return torch.stack([superpose_task(role, parts, density, rank) for parts in zip(*stacks, strict=True)])
-        return merge_task_matrices([trim(task, share) for task, share in zip(stacks, density, strict=True)], rank)
-    trimmed = (trim(task, share) for task, share in zip(tasks, density, strict=True))
+        return merge_task_matrices([trim(vector, share) for vector, share in zip(stacks, density, strict=True)], rank)
+    trimmed = (trim(vector, share) for vector, share in zip(vectors, density, strict=True))
     if role is Role.CONVOLUTION:
         kernels = list(trimmed)
         return merge_task_matrices([kernel.flatten(1) for kernel in kernels], rank).view_as(kernels[0])
@@ -70,22 +70,22 @@ def superpose_task(role: Role, tasks: Iterable[torch.Tensor], density: Sequence[
     return total / len(density) if role is Role.NORM else total
 
 
-def trim(task: torch.Tensor, density: float) -> torch.Tensor:
+def trim(vector: torch.Tensor, density: float) -> torch.Tensor:
     """Zero all but the entries of largest magnitude (Algorithm 2, lines 5 and 11).
 
     ``int(density * numel)`` entries stay, as in mergekit's own methods, but at least one. Of several entries of the
     same magnitude, the first in memory stay, so that the result is deterministic.
     """
-    count = max(1, int(density * task.numel()))
-    if count >= task.numel():
-        return task
-    size = task.abs().flatten()
+    count = max(1, int(density * vector.numel()))
+    if count >= vector.numel():
+        return vector
+    size = vector.abs().flatten()
     threshold = _in_order(size, size.numel() - count)
     if threshold == 0:
-        return task
+        return vector
     largest = size > threshold
     largest[(size == threshold).nonzero().flatten()[: count - int(largest.sum())]] = True
-    return task * largest.view_as(task)
+    return vector * largest.view_as(vector)
 
 
 def _in_order(values: torch.Tensor, index: int) -> float:

@@ -351,9 +351,7 @@ def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(
     tasks = evaluate(tmp_path / "0.yml", merged, samples=RECORDS, quiet=True).tasks
     for index, task in enumerate(families.experiment(contents[0]).recipe.experts):
         used = {
-            row
-            for own in contents
-            for row in families.experiment(own).samples(task, own["parameters"]["samples"]).records
+            row for own in contents for row in families.experiment(own).draw(task, own["parameters"]["samples"]).records
         }
         assert len(used) > SAMPLES and tasks[f"expert{index}"].prompts == RECORDS - len(used)
 

@@ -28,7 +28,7 @@ def test_an_adapters_own_chat_template_and_tokenizer_are_used(llama: Family, tmp
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "abc"}]}))
     expert = Task(ModelReference.parse(f"{llama.base}+{tmp_path}"), str(tmp_path / "chats.jsonl"), samples=1)
     base = AutoTokenizer.from_pretrained(llama.base)
-    (row,) = experiment_of(llama.base).samples(expert).token_ids
+    (row,) = experiment_of(llama.base).draw(expert).token_ids
     assert row == tuple(base("abc.", add_special_tokens=False)["input_ids"])
     swap_ids(tmp_path)
     tokenizer = experiment_of(llama.base).tokenizer(expert.reference)
