@@ -140,7 +140,9 @@ class Partial:
 
 
 def require_finished(out: Path) -> None:
-    """Refuse the output folder of a merge that was interrupted."""
+    """Refuse an output folder that is not there, and that of a merge that was interrupted."""
+    if not out.is_dir():
+        raise SltaError(f"There is no folder {out}: name the folder of the merge.")
     if (out / files.PARTIAL_OF_MERGE).exists():
         raise SltaError(f"The merge into {out} is not finished: run it again, and it resumes where it ended.")
 

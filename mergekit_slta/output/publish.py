@@ -92,8 +92,6 @@ def publish(
     folder = Path(merged).expanduser()
     if not _NAME.fullmatch(repository):
         raise SltaError(f"'{repository}' cannot be the name of a repository on the Hub: write ORG/NAME.")
-    if not folder.is_dir():
-        raise SltaError(f"There is no folder {folder}: name the folder of the merge.")
     require_finished(folder)
     tokenizer, recipe = _checked(folder, trust_remote_code, quiet)
     notes = []

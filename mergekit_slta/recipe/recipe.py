@@ -201,7 +201,10 @@ class Recipe:
         if name not in methods:
             raise SltaError(
                 f"The recipe's merge_method is '{name}'"
-                + (suggestion(name, methods) or f": this command knows {', '.join(methods)}.")
+                + (
+                    suggestion(name, methods)
+                    or f": this command knows {', '.join(methods)}; mergekit's own are mergekit-yaml's."
+                )
             )
         return methods[name]
 

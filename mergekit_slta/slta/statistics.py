@@ -109,7 +109,8 @@ class Statistics(Paragraphs):
         models = self.info.models
         spellings = {path: model for model, path in self.paths.items()} | known_names(models)
         if (expert := spellings.get(str(name))) not in models:
-            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(models)}.")
+            one = "" if isinstance(name, str) else " Give each name as an argument of its own."
+            raise SltaError(f"The statistics hold no expert '{name}', only {', '.join(models)}.{one}")
         return expert
 
     def take(self, experts: Sequence[int], keep: bool = True) -> Statistics:

@@ -16,6 +16,7 @@ from support.copies import edit_tensors, edited
 from support.examining import edit_config, look, swap_ids
 from support.families import Family
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.output.verify import Verification, verify
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -185,6 +186,8 @@ def test_a_recipe_or_folder_of_another_merge(copied: tuple[dict[str, Any], Path]
     """Each is one sentence, whatever it takes along."""
     content, out = copied
     expert = llama.experts[0]
+    with pytest.raises(SltaError, match="There is no folder none: name the folder of the merge"):
+        check(content, Path("none"))
     asked = "is it the recipe's folder?"
     assert [asked in problem for problem in check(content, expert).problems] == [True]
     for change, had in (

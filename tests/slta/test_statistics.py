@@ -116,6 +116,7 @@ def test_task_weights_by_name_or_in_order(
 EACH_ONCE = "one or more of org/math, org/code, org/<b>chat, each once"
 REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda it: it.select("org/math", "code3"), "no expert 'code3', only org/math, org/code, org/<b>chat"),
+    (lambda it: it.select(["org/code"]), "only org/math, org/code, org/<b>chat. Give each name as an argument of its"),
     (lambda it: it.select("org/code", "org/code"), EACH_ONCE),
     (lambda it: it.select("org/code", "code"), EACH_ONCE),
     (lambda it: it.select(), EACH_ONCE),
