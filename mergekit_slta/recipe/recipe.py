@@ -201,10 +201,7 @@ class Recipe:
         if name not in methods:
             raise SltaError(
                 f"The recipe's merge_method is '{name}'"
-                + (
-                    suggestion(name, methods)
-                    or f": this command knows {', '.join(methods)}; mergekit's own are mergekit-yaml's."
-                )
+                + (suggestion(name, methods) or f": this command knows {', '.join(methods)}, not mergekit's own.")
             )
         return methods[name]
 
