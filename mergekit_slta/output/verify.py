@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Unpack
 from mergekit.common import ModelPath, ModelReference, get_auto_cls
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
-from tqdm import tqdm
 
 from mergekit_slta.checks.models import PROMISES, promised_heads
 from mergekit_slta.checks.tokenizers import GENERATION
+from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
@@ -30,7 +30,7 @@ from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile
 from mergekit_slta.recipe.settings import SETTINGS
-from mergekit_slta.words import listed
+from mergekit_slta.words import counted, listed
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,14 +42,11 @@ class Verification:
     notes: tuple[str, ...] = ()  # what programs may miss, a sentence each
 
     def __str__(self) -> str:
-        if count := len(self.problems):
-            heading = f"{count} problem{'s' * (count > 1)} found, {self.tensors} tensors read."
-        else:
+        heading = f"{counted(len(self.problems), 'problem')} found, {self.tensors} tensors read."
+        if not self.problems:
             heading = f"Nothing is wrong with the names, shapes, data types and values of {self.tensors} tensors. "
             heading += "transformers loads the folder, which has all tensors of the model."
-        return "\n".join(
-            [heading, *(f"- {printable(problem)}" for problem in self.problems), *map(as_note, self.notes)]
-        )
+        return "\n".join([heading, *(f"- {printable(each)}" for each in self.problems), *map(as_note, self.notes)])
 
     __repr__ = __str__
 
@@ -119,13 +116,15 @@ def _not_as_merged(experiment: Experiment, folder: Path, ours: bool) -> Iterator
         yield "The tensors have other names, shapes, types or values than those that the merge wrote: merge again."
 
 
-def tensor_faults(folder: Path, names: Iterable[str], quiet: bool) -> Iterator[str]:
+def tensor_faults(folder: Path, names: Collection[str], quiet: bool) -> Iterator[str]:
     """Name the tensors of a folder that hold values that are not finite."""
     loader, broken = LazyTensorLoader.from_disk(str(folder)), list[str]()
-    for name in tqdm(names, desc="Verifying", unit="tensor", leave=False, disable=quiet or None):
-        tensor = loader.get_tensor(name)
-        if not is_finite(tensor):
-            broken.append(f"{name} ({int((~tensor.double().isfinite()).sum())})")
+    with progress_bar("Verifying", [folder], len(names), quiet) as progress:
+        for name in names:
+            tensor = loader.get_tensor(name)
+            if not is_finite(tensor):
+                broken.append(f"{name} ({int((~tensor.double().isfinite()).sum())})")
+            progress(name, 1)
     if broken:
         yield f"Tensors have values that are not finite: {listed(broken)}; merge in 'dtype: float32'."
 
