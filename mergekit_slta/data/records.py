@@ -359,10 +359,9 @@ def _folded(turns: Turns) -> Turns:
 
 
 def _in_parts(turns: Turns) -> Turns:
-    texts = [turn["content"] for turn in turns]
     return [
-        turn | {"content": [{"type": "text", "text": text}]} if isinstance(text, str) else turn
-        for turn, text in zip(turns, texts, strict=True)
+        turn | {"content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in turns
     ]
 
 

@@ -96,13 +96,9 @@ class Linearity(Paragraphs):
         ]
         return Table([quantity, *columns], rows)
 
-    def score_table(self) -> Table:
-        """Mean and standard deviation of the non-linearity score over samples and submodules, as in Table 17."""
-        return self.table(SCORE, {METRIC: ""}, self.experts)
-
     def parts(self) -> Iterator[str | Table]:
-        """The table of scores, and for merges one of how far feature changes are from adding up."""
-        yield self.score_table()
+        """The scores, as in Table 17 of the paper, and for merges how far feature changes are from adding up."""
+        yield self.table(SCORE, {METRIC: ""}, self.experts)
         yield "Mean ± standard deviation over prompts and submodules; 0 is linear."
         if merges := [name for name, members in self.members.items() if len(members) > 1]:
             yield self.table("Projection distance", {"projection_distance": ""}, merges)

@@ -182,7 +182,7 @@ def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[Merged
             source, revision, count, sha256 = source_name(data.source), data.revision, len(data.token_ids), data.sha256
         elif solution is not None:
             info, count, revision = solution.statistics.info, int((solution.statistics.task == index).sum()), ""
-            measured = [*info.calibration, *([info.keep] if info.keep else [])][index]
+            measured = info.tasks[index]
             source, template, sha256 = measured.source, measured.template, measured.sha256
         else:
             continue

@@ -209,13 +209,10 @@ class Experiment:
             return None
         for reference in recipe.references:
             self.model(reference)  # a misspelt name is refused before mergekit logs it
-        names, tokens = (
-            (recipe.base, recipe.references, recipe.tokenizer_source),
-            [*((settings and settings.tokens) or ())],
-        )
+        of_models, tokens = (recipe.base, recipe.references), [*((settings and settings.tokens) or ())]
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
             # Its progress bar cannot be switched off.
-            return build_tokenizer(*names, self.options.trust_remote_code, tokens)
+            return build_tokenizer(*of_models, recipe.tokenizer_source, self.options.trust_remote_code, tokens)
 
     @cached_property
     def samples_tokenizer(self) -> PreTrainedTokenizerBase:

@@ -121,6 +121,7 @@ class LayerFeatures:
             self.structure = replace(self.structure, summands=None)
         heads = self.structure.heads if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
+        self.head_modules = {self.heads.output.module} if self.heads else set[str]()  # whose inputs tell heads apart
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
         self.branches = parts.branches
         self.branches_to_run = [b for b in split if b in self.branches or (b == "attn" and self.heads is not None)]
@@ -131,7 +132,7 @@ class LayerFeatures:
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:
         """Run the base model's layer on a batch [B, S, D], and record what linear maps, others too, and heads get."""
-        inputs_of = {linear_map.module for linear_map in (*self.maps, *others)} | self._head_modules()
+        inputs_of = {linear_map.module for linear_map in (*self.maps, *others)} | self.head_modules
         return self.decoder.run(self.layer, self.tensors[0], hidden, call, inputs_of=inputs_of)
 
     @cached_property
@@ -157,7 +158,7 @@ class LayerFeatures:
         ``changed`` are the children whose tensors differ from the base model's; by default any may. A run without one
         of them would repeat the base model's, which stands for it.
         """
-        inputs_of = self._head_modules()
+        inputs_of = self.head_modules
         runs: dict[str, LayerRun] = {}
         if self.whole and changed is not None and not changed:
             runs[WHOLE] = base
@@ -203,9 +204,6 @@ class LayerFeatures:
                 of_map = deltas_of_map or MapDeltas(linear_map, self.tensors)
                 grams = torch.stack([of_map.gram(of_sample) for of_sample in inputs])
             yield submodule_name(self.layer, linear_map.name), grams
-
-    def _head_modules(self) -> set[str]:
-        return {self.heads.output.module} if self.heads is not None else set()
 
     def _head_features(self, head: int, run: LayerRun, tensors: Tensors) -> torch.Tensor:
         """o_proj restricted to a head's columns, applied to that head's output (A.3.5)."""

@@ -61,13 +61,12 @@ class Statistics(Paragraphs):
     def columns(self) -> dict[str, list[Any]]:
         """The columns of ``to_frame``: a row for each task, that of the base model last."""
         info = self.info
-        sources = [*info.calibration, *([info.keep] if info.keep else [])]
-        rows = [self.task == task for task in range(len(sources))]
+        rows = [self.task == task for task in range(len(info.tasks))]
         return {
-            "task of": [*info.models, info.base_model][: len(sources)],
+            "task of": [*info.models, info.base_model][: len(rows)],
             "prompts": [int(of_task.sum()) for of_task in rows],
             "tokens": [int(self.tokens[of_task].sum()) for of_task in rows],
-            "calibration": [source.source for source in sources],
+            "calibration": [task.source for task in info.tasks],
         }
 
     def parts(self) -> Iterator[str | Table]:

@@ -71,6 +71,11 @@ class Info(BaseModel, extra="forbid", frozen=True):
     keep: CalibrationInfo | None = None
     fallbacks: tuple[Fallback, ...] = ()
 
+    @property
+    def tasks(self) -> tuple[CalibrationInfo, ...]:
+        """The data of every task: the experts', then the base model's, if it has one."""
+        return (*self.calibration, *([self.keep] if self.keep else []))
+
 
 # What a statistics file holds: the first fields of ``Statistics``.
 Measured = tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, Info]
@@ -81,7 +86,7 @@ def write_statistics(path: Path, measured: Measured) -> None:
     grams, task, tokens, info = measured
     tensors = {_GRAM + name: gram.contiguous() for name, gram in grams.items()} | {"task": task, "tokens": tokens}
     content = info.model_dump(mode="json", exclude_defaults=True)
-    hashes = [task.sha256 for task in (*info.calibration, *([info.keep] if info.keep else []))]
+    hashes = [task.sha256 for task in info.tasks]
     content["fingerprint"] |= {
         "tokens": files.digest(hashes),
         "settings": files.digest([info.inputs, info.samples, info.max_tokens, info.seed]),

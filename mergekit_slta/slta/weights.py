@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -158,18 +158,14 @@ class TensorWeights:
         return alpha.T.reshape(*alpha.T.shape, *[1] * (stack.ndim - 1))
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
-        """The ``_measured_mean`` of the maps of a branch, or of the layer."""
+        """Each expert's mean weight [T] over the maps of a branch, or of the layer, that it was measured to change.
+
+        The weight of an unmeasured map, such as a mixture's expert that no token reached, is zero for lack of data.
+        """
         names = [m.name for m in self._maps[layer] if children is None or m.module.partition(".")[0] in children]
         if not names:  # a branch without maps
             names = [m.name for m in self._maps[layer]]
-        return _measured_mean([self.solutions[submodule_name(layer, name)] for name in names])
-
-
-def _measured_mean(solutions: Sequence[SubmoduleSolution]) -> torch.Tensor:
-    """Each expert's mean weight [T] over the submodules that it was measured to change, zero where there is none.
-
-    The weight of an unmeasured submodule, such as a mixture's expert that no token reached, is zero for lack of data.
-    """
-    measured = torch.stack([solved.measured for solved in solutions])  # [submodules, T]
-    alpha = torch.stack([solved.alpha for solved in solutions])
-    return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)
+        solutions = [self.solutions[submodule_name(layer, name)] for name in names]
+        measured = torch.stack([solved.measured for solved in solutions])  # [maps, T]
+        alpha = torch.stack([solved.alpha for solved in solutions])
+        return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)

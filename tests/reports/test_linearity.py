@@ -9,7 +9,7 @@ from support import families
 from support.html_elements import Elements, assert_self_contained
 from support.linearity_values import NAMES, all_values, plan_of
 
-from mergekit_slta.nonlinearity.result import Linearity, Value
+from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, Value
 from mergekit_slta.nonlinearity.studies import plan_studies
 from mergekit_slta.reports.linearity import linearity_page, verdict, write_linearity
 
@@ -67,8 +67,9 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
 def test_it_prints_as_tables_and_gives_its_numbers_to_pandas(written: tuple[Linearity, Path]) -> None:
     result, _ = written
     scores, _, distances, _ = repr(result).split("\n\n")
-    assert scores == str(result.score_table()) and distances.splitlines()[0].endswith("one + two + three")
-    assert [row[0] for row in result.score_table().rows] == ["model", "layer", "attention", "MLP"]
+    table = result.table(SCORE, {METRIC: ""}, result.experts)
+    assert scores == str(table) and distances.splitlines()[0].endswith("one + two + three")
+    assert [row[0] for row in table.rows] == ["model", "layer", "attention", "MLP"]
     frame = result.to_frame().set_index(["metric", "level", "experts", "submodule"])
     values = all_values(result)
     assert len(frame) == len(values)
