@@ -97,7 +97,7 @@ class ExpertRun:
     tensors: Tensors  # those of the layer's tensors that are needed to tell the heads' features apart
     # By ``WHOLE`` the run of the whole layer, where its output is wanted; by branch the run in which all other branches
     # return what they return in the base model.
-    runs: Mapping[str, LayerRun]
+    by_part: Mapping[str, LayerRun]
 
 
 class LayerFeatures:
@@ -159,29 +159,29 @@ class LayerFeatures:
         of them would repeat the base model's, which stands for it.
         """
         inputs_of = self.head_modules
-        runs: dict[str, LayerRun] = {}
+        by_part: dict[str, LayerRun] = {}
         if self.whole and changed is not None and not changed:
-            runs[WHOLE] = base
+            by_part[WHOLE] = base
         elif self.whole:
-            runs[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, inputs_of=inputs_of)
+            by_part[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, inputs_of=inputs_of)
         for branch in self.branches_to_run:
             if changed is not None and not self.structure.branches[branch] & changed:
-                runs[branch] = base
+                by_part[branch] = base
                 continue
             replay = self.structure.others_of(branch, base)
-            runs[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, inputs_of=inputs_of)
-        return ExpertRun({self.heads.output.weight: tensors[self.heads.output.weight]} if self.heads else {}, runs)
+            by_part[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, inputs_of=inputs_of)
+        return ExpertRun({self.heads.output.weight: tensors[self.heads.output.weight]} if self.heads else {}, by_part)
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Each submodule's name and its feature deltas, one [B, S, D] per run; linear maps are left out."""
         if self.whole:
-            yield submodule_name(self.layer), [self.structure.change(WHOLE, run.runs[WHOLE], base) for run in runs]
+            yield submodule_name(self.layer), [self.structure.change(WHOLE, run.by_part[WHOLE], base) for run in runs]
         for branch in self.branches:
-            deltas = [self.structure.change(branch, run.runs[branch], base) for run in runs]
+            deltas = [self.structure.change(branch, run.by_part[branch], base) for run in runs]
             yield submodule_name(self.layer, branch), deltas
         for head in range(self.heads.count if self.heads is not None else 0):
             features = self._head_features(head, base, self.tensors[0])
-            deltas = [self._head_features(head, run.runs["attn"], run.tensors) - features for run in runs]
+            deltas = [self._head_features(head, run.by_part["attn"], run.tensors) - features for run in runs]
             yield submodule_name(self.layer, head_part(head)), deltas
 
     def grams(

@@ -128,7 +128,7 @@ def _run_models(
 ) -> Statistics:
     """Run the models on the samples; the layers that are finished in the folder are not measured again."""
     ranks, decoder = experiment.ranks, on_device(experiment.decoder, experiment.device)
-    tasks = [samples.token_ids for samples in data]
+    tasks = [drawn.token_ids for drawn in data]
     models, prompts = experiment.checkpoints, samples_here(decoder, tasks, ranks)
     doing = f"Calibrating {', '.join(info.levels)}"
     with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
@@ -137,8 +137,8 @@ def _run_models(
         model.refuse_changes()
     return Statistics(
         grams,
-        torch.tensor([task for task, samples in enumerate(tasks) for _ in samples]),
-        torch.tensor([len(token_ids) for samples in tasks for token_ids in samples]),
+        torch.tensor([task for task, rows in enumerate(tasks) for _ in rows]),
+        torch.tensor([len(row) for rows in tasks for row in rows]),
         info,
     )
 
@@ -148,8 +148,8 @@ def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: S
     recipe, config = experiment.recipe, experiment.base.config
     names = published_names(recipe.references)
     calibration = [
-        CalibrationInfo(source=source_name(samples.source), template=samples.template, sha256=samples.sha256)
-        for samples in data
+        CalibrationInfo(source=source_name(drawn.source), template=drawn.template, sha256=drawn.sha256)
+        for drawn in data
     ]
     base, *experts = experiment.fingerprints
     return Info(
@@ -254,8 +254,8 @@ def _misfits(
     calibration = [*(None if index is None else info.calibration[index] for index in order), info.keep]
     different = [
         f"'{task.calibration}' of {task}"
-        for task, measured, samples in zip(recipe.tasks, calibration, data, strict=False)
-        if measured is not None and samples.sha256 != measured.sha256
+        for task, measured, drawn in zip(recipe.tasks, calibration, data, strict=False)
+        if measured is not None and drawn.sha256 != measured.sha256
     ]
     if different:
         yield (
