@@ -51,12 +51,9 @@ def merged_task(role: Role, vectors: Sequence[torch.Tensor], ridge: float, weigh
 def merge_by_covariance(
     matrices: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """The merged task matrix τ [out, in] of one linear map, in at least ``PRECISION``.
+    """The merged task matrix τ of one linear map from ``T`` task matrices [out, in], in at least ``PRECISION``.
 
-    Args:
-        matrices: ``T`` task matrices [out, in].
-        ridge: how strongly τ is drawn towards the mean; above 0.
-        weights: how much each expert counts, 0 or above; equally by default.
+    ``ridge`` is above 0, ``weights`` are at least 0; by default every expert counts the same.
     """
     weights = [1.0] * len(matrices) if weights is None else weights
     mean = weighted_mean(matrices, weights)

@@ -112,17 +112,11 @@ def _verdict(source: RecipeOrFile, experiment: Experiment) -> str:
 def examine(
     experiment: Experiment,
     *,
-    out_path: str | os.PathLike[str] | None = None,
-    merging: bool = True,
-    unwritten: Collection[str] = (),
+    out_path: str | os.PathLike[str] | None = None,  # of the merged model, to check that there is room for it
+    merging: bool = True,  # whether the recipe is to be merged, not only measured
+    unwritten: Collection[str] = (),  # calibration files that will be written before the merge
 ) -> list[str]:
-    """Run all checks of a recipe, first those of its text, and return notes; refuse with a sentence for each fault.
-
-    Args:
-        out_path: the folder of the merged model, to check that there is room for it.
-        merging: whether the recipe is to be merged, not only measured.
-        unwritten: calibration files that will be written before the merge.
-    """
+    """Run all checks of a recipe, first those of its text, and return notes; refuse with a sentence for each fault."""
     recipe, out = experiment.recipe, Path(out_path) if out_path is not None and merging else None
     recipe.require_sound()
     checks: list[Callable[[], object]] = [

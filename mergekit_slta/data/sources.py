@@ -308,11 +308,9 @@ def _in_lines(turns: Turns, **of_template: object) -> str:
 
 
 def read_records(source: str) -> Sequence[Record]:
-    """Read the records of a calibration source, in its order; a dataset reads each record when it is used.
+    """Read the records of a file (see ``READERS``), or of ``hf:DATASET[?config=...&split=...]``, in their order.
 
-    Args:
-        source: a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.txt`` file (relative to the current directory), or
-            ``hf:DATASET[?config=...&split=...]``, where DATASET is a dataset repository or a local folder.
+    DATASET is a repository or a local folder; of a dataset each record is read when it is used.
     """
     path = os.path.expanduser(source)
     extension = os.path.splitext(path.removesuffix(".gz"))[1].lower()

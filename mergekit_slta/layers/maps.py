@@ -110,12 +110,9 @@ class RoutedInputs(NamedTuple):
 def routed_inputs(args: Sequence[torch.Tensor], experts: int, positions: torch.Tensor | None = None) -> RoutedInputs:
     """Tell which inputs of a fused mixture's module go to which of its experts.
 
-    Args:
-        args: the module's arguments: either the features of all positions [..., D] and the experts that each goes to
-            [..., k], or only features [experts * positions, D], for each expert those of all positions, which are zero
-            where the position does not go to it.
-        experts: their number.
-        positions: the positions of the ``n`` tokens; by default all are tokens.
+    The module's arguments are either the features of all positions [..., D] and the experts that each goes to [..., k],
+    or only features [experts * positions, D], for each expert those of all positions, which are zero where the position
+    does not go to it. ``positions`` are those of the ``n`` tokens; by default all are tokens.
     """
     values, *chosen = args
     stacked = values.reshape(1 if chosen else experts, -1, values.shape[-1])

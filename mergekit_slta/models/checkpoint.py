@@ -65,21 +65,16 @@ class Checkpoint:
 
     def read(
         self,
-        names: Mapping[str, str],
-        model: transformers.PreTrainedModel,
-        device: torch.device | str = "cpu",
-        fetched: Mapping[str, torch.Tensor] | None = None,
+        names: Mapping[str, str],  # the key to return each tensor under, and the model's name of it
+        model: transformers.PreTrainedModel,  # on the meta device
+        device: torch.device | str = "cpu",  # where the tensors go
+        fetched: Mapping[str, torch.Tensor] | None = None,  # what ``fetch`` has returned for some of these names
         stacks: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read tensors as float32 (integer ones as they are).
 
-        Args:
-            names: the key to return each tensor under, and the model's name of it.
-            model: on the meta device.
-            device: where the tensors go.
-            fetched: what ``fetch`` has returned for some of these names, if it was called.
-            stacks: the shapes [E, ...] of those among the tensors that hold a mixture's experts, by their keys, if
-                each expert's part is to be read again whenever it is used: they become ``ExpertStack`` objects.
+        ``stacks`` are, by key, the shapes [E, ...] of tensors that hold a mixture's experts, if each expert's part is
+        to be read again whenever it is used: they become ``ExpertStack`` objects.
         """
         tensors: dict[str, torch.Tensor] = {}
         for key, name in names.items():

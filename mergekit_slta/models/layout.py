@@ -129,18 +129,14 @@ class _Source:
 
 
 class Layout:
-    """The tensors that a checkpoint stores, as pieces of a model.
-
-    Args:
-        model: the model, on the meta device; None if transformers cannot build it: then nothing is known but names.
-        stored: the names of the checkpoint's tensors.
-        shapes: the shapes of those that the checkpoint may store with rows and columns exchanged.
-    """
+    """The tensors that a checkpoint stores, as pieces of a model."""
 
     def __init__(
         self,
+        # On the meta device; None if transformers cannot build it: then nothing is known but names.
         model: transformers.PreTrainedModel | None,
-        stored: Iterable[str],
+        stored: Iterable[str],  # the names of the checkpoint's tensors
+        # Of those that the checkpoint may store with rows and columns exchanged.
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.model = model

@@ -103,11 +103,8 @@ def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:
     together, and M by 1e-5 (measured on random 1024 x 256 to 4096 x 1024 matrices). A float64 matrix is decomposed by
     an SVD, because its Gram matrix would lose half of the digits.
 
-    Args:
-        matrix: [m, n] float32 or float64; its precision sets the cut.
-        rank: at most so many features; 0 for all. The matrix is decomposed in full all the same, because
-            the singular values of trimmed task matrices are so alike that a randomized method misses a tenth to a half
-            of the largest ones.
+    ``rank`` is the most features, 0 for all. The matrix [m, n] is decomposed in full all the same, because the singular
+    values of trimmed task matrices are so alike that a randomized method misses a tenth to a half of the largest ones.
     """
     rows, columns = matrix.shape
     if rows < columns:

@@ -53,29 +53,19 @@ class SubmoduleSolution:
 
 
 def solve(
-    grams: torch.Tensor,
-    task: torch.Tensor,
+    grams: torch.Tensor,  # [N, T, T] float64
+    task: torch.Tensor,  # [N] int64, the task of each sample; T for the base model's
     *,
-    tokens: torch.Tensor | None = None,
-    balance: bool = True,
-    ridge: float = 0.0,
-    task_weights: Sequence[float] | None = None,
-    keep_weight: float = 1.0,
-    alpha: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,  # [N] int64, of each sample; needed where the base model has a task
+    balance: bool = True,  # give every sample the same influence (Eq. 33-34)
+    ridge: float = 0.0,  # adds ridge * trace(A) / T to A's diagonal, before B_0 is added
+    task_weights: Sequence[float] | None = None,  # c_a of each expert's task; one each by default
+    keep_weight: float = 1.0,  # kappa
+    alpha: torch.Tensor | None = None,  # [T] float64, merging weights that take the place of the solved ones
 ) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
     Where A is singular they are the minimum-norm solution; see ``solve_semidefinite``.
-
-    Args:
-        grams: [N, T, T] float64, one Gram matrix per calibration sample.
-        task: [N] int64, the task of each sample; T for the base model's.
-        tokens: [N] int64, the tokens of each sample; needed where the base model has a task.
-        balance: give every sample the same influence (Eq. 33-34).
-        ridge: adds ridge * trace(A) / T to A's diagonal, before B_0 is added.
-        task_weights: the weight c_a of each expert's task; one each by default.
-        keep_weight: the weight kappa of the base model's task.
-        alpha: [T] float64, merging weights that take the place of the solved ones.
     """
     means = task_means(grams, task, balance)
     changes = base_changes(grams, task, tokens)
