@@ -299,7 +299,7 @@ class Streams:
 
 
 def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> list[LayerCall]:
-    """Calls whose attention masks [..., S, S] are parts of ``masks``, to which those that are no part are added.
+    """Calls whose attention masks [b, h, S, S] are parts of ``masks``, to which those that are no part are added.
 
     All batches' calls wait, and a mask grows with the square of the length: with a sliding window, where torch's own
     attention is given one, 64 MB for 8,192 tokens.
@@ -307,7 +307,7 @@ def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> 
     known: dict[int, torch.Tensor] = {}
 
     def shared(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim < 3 or tensor.shape[-1] != tensor.shape[-2]:
+        if tensor.ndim != 4 or tensor.shape[-1] != tensor.shape[-2]:  # rotary embeddings [b, S, S] are no masks
             return tensor
         if id(tensor) not in known:
             parts = (mask[tuple(map(slice, tensor.shape))] for mask in masks if mask.dtype == tensor.dtype)

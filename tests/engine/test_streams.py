@@ -26,7 +26,7 @@ LENGTHS = (19, 23, 23, 11)
 def masks(calls: list[LayerCall]) -> list[torch.Tensor]:
     leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
     return [
-        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 2 and len({*leaf.shape[-2:]}) == 1
+        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 and len({*leaf.shape[-2:]}) == 1
     ]
 
 
@@ -52,6 +52,17 @@ def test_the_masks_of_all_batches_and_streams_take_the_memory_of_the_longest(
     heads = family.config.num_attention_heads if architecture == "falcon_alibi" else 1
     number = 1 if architecture == "mistral" else 4
     assert list(memory.values()) == [number * heads * max(LENGTHS) ** 2] * kinds
+
+
+def test_rotary_embeddings_of_a_prompt_as_long_as_a_head_is_wide_are_no_mask(make_family: MakeFamily) -> None:
+    family = make_family("gemma2", experts=1)
+    decoder, base = trace(family.config), families.checkpoints(family.folders)[0]
+    batches = decoder_batches(decoder, [[[3] * family.config.head_dim], [[3] * 11]], 1, Ranks())
+    streams = Streams(decoder, [[base, base]], batches)
+    for number, batch in enumerate(batches):
+        expected = embed(decoder, batch.token_ids, read_edges(decoder, base, decoder.embed_tensors))[1][0]
+        leaves = [tree_leaves((call.args, call.kwargs)) for call in (streams.call(0, number), expected)]
+        assert all(map(torch.equal, *([x for x in own if isinstance(x, torch.Tensor)] for own in leaves)))
 
 
 @pytest.mark.parametrize("room", [0, 40_000])  # all runs again, or some
