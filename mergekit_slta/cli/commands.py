@@ -34,7 +34,7 @@ from mergekit_slta.cli.options import (
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, number
-from mergekit_slta.recipe.new import METHODS, new_recipe
+from mergekit_slta.recipe.new import METHODS, WITHOUT_DATA, new_recipe
 from mergekit_slta.tables import known_names
 
 INTERRUPTED = 130  # what shells report of a program that Ctrl-C has ended
@@ -105,7 +105,12 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 @click.option("-o", "--output", "folder", required=True, metavar="FOLDER", type=FOLDER, help="The folder to write.")
 @calibration_files
 @click.option("--keep-base/--no-keep-base", default=True, show_default=True, help="Keep the base model's abilities.")
-@click.option("--against", multiple=True, type=click.Choice(METHODS), help="A method to compare with, too; repeatable.")
+@click.option(
+    "--against",
+    multiple=True,
+    type=click.Choice(WITHOUT_DATA),
+    help="A method to compare with, for two experts or more; repeatable.",
+)
 @click.option("--keep", is_flag=True, help="Delete no merged model; by default, featcal's and the best remain.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option

@@ -225,8 +225,8 @@ def evaluate(
     """Rank merged models, the base model and the experts by their answers on each task.
 
     The prompts are those of ``evaluation``, or else the next ones of each calibration source, cut at ``max_tokens`` and
-    tokenized with the base model's tokenizer for all models. Each model is run once, in float32, with one decoder layer
-    in memory.
+    tokenized with one tokenizer for all models: the merged model's if the recipe of ``slta`` or ``featcal`` sets one,
+    else the base model's. Each model is run once, in float32, with one decoder layer in memory.
 
     Args:
         recipe: a recipe of any method, or its file, with ``calibration`` for each expert; an opened one takes no

@@ -20,9 +20,10 @@ from mergekit_slta.data.prompts import TOPICS
 from mergekit_slta.errors import SltaError, suggestion
 
 WITH_DATA, OF_MERGEKIT = ("featcal", "slta"), ("task_arithmetic", "ties")
-METHODS = (*WITH_DATA, "actmat", "sftm", *OF_MERGEKIT)  # which the template knows
+WITHOUT_DATA = ("actmat", "sftm", *OF_MERGEKIT)
+METHODS = (*WITH_DATA, *WITHOUT_DATA)  # which the template knows
 
-# The base model's answers, as measured: it should not forget these topics, and longer answers take long on a CPU.
+# The base model's answers: it should not forget these topics, and longer answers take long on a CPU.
 _OF_BASE = "--topic instructions --topic chat --topic explaining --max-new-tokens 128"
 ADAPTER_OPTION = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
 ADAPTERS = 1.2  # the sum of weights that served adapters in task_arithmetic

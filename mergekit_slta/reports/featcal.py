@@ -6,6 +6,7 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
 import torch
 
@@ -66,15 +67,20 @@ def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
 def _chart(errors: torch.Tensor, names: Sequence[str]) -> Chart:
     layers = list(range(len(errors)))
     panels = [
-        Panel(title, [Line(name, layers, curve) for name, curve in zip(names, of.T.tolist(), strict=True)])
+        Panel(
+            title, [Line(name, layers, curve) for name, curve in zip(names, of.T.tolist(), strict=True) if any(curve)]
+        )
         for title, of in zip(("the merge", "the base model"), errors.unbind(1), strict=True)
     ]
-    rows, header = errors.flatten(1).tolist(), ["layer", *names, *(f"base model from {name}" for name in names)]
+    every = errors.flatten(1)
+    told = every.any(0)  # the base model's distance from itself is 0
+    header = compress([*names, *(f"base model from {name}" for name in names)], told)
+    rows = every[:, told].tolist()
     return Chart(
         name="drift",
         title="Distance of the features by layer",
         caption="How far each layer's output is from the output of the task's own model, on the task's prompts; of the "
         "base model, on the longest of them. Lower is better.",
         picture=line_chart(panels, x_label="decoder layer", y_label="relative distance"),
-        table=Table(header, [[str(n), *(as_score(x, 3) for x in row)] for n, row in enumerate(rows)]),
+        table=Table(["layer", *header], [[str(n), *(as_score(x, 3) for x in row)] for n, row in enumerate(rows)]),
     )

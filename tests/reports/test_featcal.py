@@ -50,3 +50,11 @@ def test_the_table_has_every_layers_distances() -> None:
         ["0.420", "0.350", "0.840", "0.700"],
     ]
     assert [list(row) for row in chart.table.rows] == [[str(i), *errors] for i, errors in enumerate(numbers)]
+
+
+def test_the_base_models_distance_from_itself_is_not_told() -> None:
+    errors = ERRORS.clone()
+    errors[:, 1, 1] = 0  # its own task is the second
+    (chart,) = drift_page(errors, RIDGES, [("org/llama-math", 7), ("org/base", 7)], FeatcalSettings()).charts
+    assert list(chart.table.header) == ["layer", "llama-math", "base", "base model from llama-math"]
+    assert list(chart.table.rows[0]) == ["0", "0.110", "0.120", "0.220"]
