@@ -29,7 +29,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.engine.memory import layer_bytes, states_bytes
+from mergekit_slta.engine.memory import layer_bytes, return_freed_memory, states_bytes
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
@@ -116,6 +116,7 @@ def pass_layers(
         SltaError: a checkpoint's tensors are missing or not finite, a layer's file cannot be written, or one sample, or
             with several processes one batch, does not fit into memory.
     """
+    return_freed_memory()
     device, positions = method.decoder.device, fitting_batch(method.decoder)
     longest = max(len(token_ids) for samples in method.tasks for token_ids in samples)
     while True:

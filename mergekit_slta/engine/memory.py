@@ -18,9 +18,8 @@ from mergekit_slta.layers.maps import linear_maps, routed_tensors
 NUMBER = torch.float32.itemsize
 # Python and its libraries, once they have merged a tiny model.
 LIBRARIES = 400_000_000
-SCORES = 3  # copies of the scores of all pairs of tokens, where attention has them in memory
 TOKEN = 200  # bytes of its text and of its number, in all forms that a run has of them
-MASK = 6  # bytes for each pair of tokens, where torch's attention is given a mask: two booleans, and a number
+MASK = 5  # bytes for each pair of tokens, where torch's attention is given a mask: a boolean, and a number
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED = -1, -3, 2**20
 
 
@@ -81,19 +80,31 @@ def largest_batch(decoder: Decoder, tasks: Tasks) -> int:
     return max(batch.token_ids.numel() for batch in make_batches(tasks, fitting_batch(decoder)))
 
 
-def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int) -> int:
-    """The size of the features of a batch in a layer.
+def heads_with_scores(decoder: Decoder) -> int:
+    """The attention heads whose scores of all pairs of tokens are in memory; 0 where torch's attention avoids it."""
+    config = decoder.model.config.get_text_config()
+    return (getattr(config, "num_attention_heads", None) or 0) * (config._attn_implementation == "eager")
+
+
+def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int, scores: int) -> int:
+    """The size of the features of a batch in a layer, and of the masks of all batches.
 
     Args:
         decoder: the models' decoder.
         tasks: the token ids of each task's samples.
         hidden, inner: how many hidden states, and inputs of the widest map, of each position are in memory at once.
+        scores: how many times the scores of all pairs of tokens are, where attention does not avoid them.
     """
     config = decoder.model.config.get_text_config()
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
-    positions, longest = largest_batch(decoder, tasks), max(len(row) for task in tasks for row in task)
+    shapes = {batch.token_ids.shape for batch in make_batches(tasks, fitting_batch(decoder))}
+    pairs = [rows * length**2 for rows, length in shapes]  # masks of one shape are shared
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    pair = MASK if any(window and window < longest for window in windows) else 0
-    if config._attn_implementation == "eager":
-        pair = NUMBER * (1 + SCORES * (getattr(config, "num_attention_heads", None) or 0))
-    return positions * (NUMBER * (hidden * hidden_size(decoder) + inner * widest) + pair * longest)
+    masks = 0
+    if in_memory := heads_with_scores(decoder):
+        kinds = set(getattr(config, "layer_types", None) or [""])
+        masks = NUMBER * (len(kinds) * sum(pairs) + scores * in_memory * max(pairs))
+    elif any(window and window < max(length for _, length in shapes) for window in windows):
+        masks = sum(pairs) + MASK * max(pairs)
+    numbers = hidden * hidden_size(decoder) + inner * widest
+    return NUMBER * numbers * largest_batch(decoder, tasks) + masks

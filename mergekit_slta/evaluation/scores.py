@@ -93,7 +93,7 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     logits = (
         NUMBER * decoder.model.config.get_text_config().vocab_size * (max(LOGIT_POSITIONS, *lengths) + 2 * max(lengths))
     )
-    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, tasks, hidden=12, inner=4)
+    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, tasks, hidden=12, inner=4, scores=3)
     return LIBRARIES + states_bytes(decoder, tasks, 1) + max(edge_bytes(decoder) + logits, layer)
 
 

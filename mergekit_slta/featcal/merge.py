@@ -50,6 +50,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
+from mergekit_slta.actmat.covariance import matrix_bytes
 from mergekit_slta.engine import memory
 from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
@@ -57,7 +58,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
-from mergekit_slta.featcal.regression import RidgeRegression
+from mergekit_slta.featcal.regression import RidgeRegression, regression_bytes
 from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
@@ -133,24 +134,28 @@ def stages(decoder: Decoder, head: LinearMap | None) -> int:
 def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     """The bytes that it takes to merge so many models, the base model included."""
     shapes, layers = memory.map_shapes(decoder) or {(0, 0)}, memory.layer_bytes(decoder, models)
-    # A batch that is on its way through a layer counts twice.
-    tokens = sum(len(row) for task in tasks for row in task) + memory.largest_batch(decoder, tasks)
-    anchor = max((models + 7) * rows * columns + 4 * columns**2 for rows, columns in shapes)
-    sums = max(5 * columns**2 + 3 * rows * columns for rows, columns in shapes)
-    solving = max(2 * columns**2 + 3 * rows * columns for rows, columns in shapes)
-    batch = max(memory.batch_bytes(decoder, tasks, hidden=20, inner=7), memory.NUMBER * solving)
-    inside = layers * (models + 1) // models + max(memory.NUMBER * anchor, memory.NUMBER * sums + batch)
+    lengths = [len(row) for task in tasks for row in task]
+    solved, longest = sum(lengths), max(lengths)
+    tokens = solved + memory.largest_batch(decoder, tasks)  # a batch that is on its way through a layer counts twice
+    anchor = max(
+        (models - 1) * memory.NUMBER * rows * columns + matrix_bytes(rows, columns) for rows, columns in shapes
+    )
+    batch = memory.batch_bytes(decoder, tasks, hidden=20, inner=7, scores=3)
+    adding, solving = map(max, zip(*(regression_bytes(*shape, solved) for shape in shapes), strict=True))
+    inside = layers * (models + 1) // models + max(anchor, adding + max(batch, solving))
     # The embeddings of all models and their mean; or the heads, of which a part is solved.
     edge = memory.edge_bytes(decoder)
     head = min(edge // memory.NUMBER, HEAD_ELEMENTS) if decoder.head else 0
-    features = memory.batch_bytes(decoder, tasks, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0)
+    features = memory.batch_bytes(
+        decoder, tasks, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0, scores=0
+    )
     ends = max((models + 1) * edge, models * edge + 4 * memory.NUMBER * head + features)
-    during = memory.TOKEN * tokens + waiting(decoder, tokens) + inside
+    during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + inside
     return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
 
 
-def waiting(decoder: Decoder, tokens: int) -> int:
-    """How many bytes of so many tokens wait at most, but for a batch on its way; see ``waiting_bytes``."""
+def waiting(decoder: Decoder, tokens: int, longest: int = 0) -> int:
+    """How many bytes of so many tokens, in prompts of at most ``longest``, wait at most; see ``waiting_bytes``."""
     width, returned = memory.hidden_size(decoder), 0
     for groups in (maps.groups for maps in groups_by_layer(decoder)):
         held = [0] * (len(groups) + 1)  # of a stream that has run as far as a group, or to the layer's end
@@ -159,6 +164,8 @@ def waiting(decoder: Decoder, tokens: int) -> int:
             inside = sum(other.returned for other in groups[:at] if other.child == group.child)
             held[at] = width * len(complete) + inside
         returned = max(returned, *map(sum, pairwise(held)), 0)  # one stream is a group ahead
+    # What the attention returns beside its output, where it has the scores of all pairs in memory.
+    returned += 2 * memory.heads_with_scores(decoder) * longest
     # Whose inputs wait in both streams, too.
     routed = any(group.fused for maps in groups_by_layer(decoder) for group in maps.groups)
     return waiting_bytes(tokens, width, 4 if routed else 2, returned)

@@ -20,7 +20,6 @@ from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, source_key
-from mergekit_slta.engine.memory import return_freed_memory
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.files import digest
@@ -67,7 +66,6 @@ class Experiment:
         self._models: dict[ModelReference, Model] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
-        return_freed_memory()
 
     @property
     def settings(self) -> CalibrationSettings:

@@ -60,7 +60,7 @@ def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -
     streams, linear = models if level == "model" else 1, level == "linear"
     # Of each model the outputs of both branches and their parts, of the last one what is inside the MLP; at level
     # ``linear`` also the changes of all maps.
-    batch = batch_bytes(decoder, tasks, hidden=8 * models + 1, inner=5 if linear else 3)
+    batch = batch_bytes(decoder, tasks, hidden=8 * models + 1, inner=5 if linear else 3, scores=models + 1)
     layers = (1 + linear) * layer_bytes(decoder, models) + batch
     return states_bytes(decoder, tasks, streams) + max(edge_bytes(decoder) * streams, layers)
 

@@ -33,37 +33,38 @@ def main(seeds: tuple[int, ...], out: Path) -> None:
     for seed in seeds:
         folder = out / f"seed{seed}"
         models = train_family(folder / "family", seed)
-        scores = _task_arithmetic(models, folder, seed) | _methods(models, folder, seed)
+        scores = task_arithmetic(models, folder, seed) | methods(models, folder, seed)
         rounded = {name: round(score, 3) for name, score in scores.items()}
         print(json.dumps({"benchmark": "quality", "seed": seed, **rounded}), flush=True)
 
 
-def _task_arithmetic(models: Family, folder: Path, seed: int) -> dict[str, float]:
+def task_arithmetic(models: Family, folder: Path, seed: int) -> dict[str, float]:
     """The best average score of the grid."""
     known = recipes(models, folder, GRID)
     grid = [f"task_arithmetic {weight}" for weight in GRID]
-    return {"task_arithmetic": max(_score(folder, name, known[name], seed) for name in grid)}
+    return {"task_arithmetic": max(score(folder, name, known[name], seed) for name in grid)}
 
 
-def _methods(models: Family, folder: Path, seed: int) -> dict[str, float]:
+def methods(models: Family, folder: Path, seed: int) -> dict[str, float]:
     """The average score of every method that searches nothing."""
     known = recipes(models, folder, ())
     (folder / STATISTICS).unlink(missing_ok=True)
     names = ("sftm", "actmat", "slta layer", "slta attn_mlp")
-    scores = {name: _score(folder, name, known[name], seed) for name in names}
+    scores = {name: score(folder, name, known[name], seed) for name in names}
     for count in SAMPLES:
-        scores |= _published(models, folder, count)
+        scores |= published_methods(models, folder, count)
         recipe = known["featcal"]
         recipe["parameters"]["samples"] = count
-        scores[f"featcal {count}"] = _score(folder, f"featcal {count}", recipe, seed)
+        scores[f"featcal {count}"] = score(folder, f"featcal {count}", recipe, seed)
     return scores
 
 
-def _score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
+def score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
+    """The average score of a merge by a recipe."""
     return average(evaluate(merge(folder, name, recipe, seed)))
 
 
-def _published(models: Family, folder: Path, count: int) -> dict[str, float]:
+def published_methods(models: Family, folder: Path, count: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
         CalibrationSource(
