@@ -86,6 +86,23 @@ def heads_with_scores(decoder: Decoder) -> int:
     return (getattr(config, "num_attention_heads", None) or 0) * (config._attn_implementation == "eager")
 
 
+def mask_bytes(decoder: Decoder, tasks: Tasks) -> int:
+    """The size of the masks of all batches, of which those of one shape are shared; 0 where torch needs none."""
+    config = decoder.model.config.get_text_config()
+    pairs = sum(pairs_of_tokens(decoder, tasks))
+    if heads_with_scores(decoder):
+        return NUMBER * len(set(getattr(config, "layer_types", None) or [""])) * pairs
+    longest = max(len(row) for task in tasks for row in task)
+    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return pairs if any(window and window < longest for window in windows) else 0
+
+
+def pairs_of_tokens(decoder: Decoder, tasks: Tasks) -> list[int]:
+    """How many pairs of tokens a batch of each shape has."""
+    shapes = {batch.token_ids.shape for batch in make_batches(tasks, fitting_batch(decoder))}
+    return [rows * length**2 for rows, length in shapes]
+
+
 def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int, scores: int) -> int:
     """The size of the features of a batch in a layer, and of the masks of all batches.
 
@@ -95,16 +112,8 @@ def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int, scores:
         hidden, inner: how many hidden states, and inputs of the widest map, of each position are in memory at once.
         scores: how many times the scores of all pairs of tokens are, where attention does not avoid them.
     """
-    config = decoder.model.config.get_text_config()
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
-    shapes = {batch.token_ids.shape for batch in make_batches(tasks, fitting_batch(decoder))}
-    pairs = [rows * length**2 for rows, length in shapes]  # masks of one shape are shared
-    windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    masks = 0
-    if in_memory := heads_with_scores(decoder):
-        kinds = set(getattr(config, "layer_types", None) or [""])
-        masks = NUMBER * (len(kinds) * sum(pairs) + scores * in_memory * max(pairs))
-    elif any(window and window < max(length for _, length in shapes) for window in windows):
-        masks = sum(pairs) + MASK * max(pairs)
+    masks, most = mask_bytes(decoder, tasks), max(pairs_of_tokens(decoder, tasks))
+    in_attention = NUMBER * scores * heads_with_scores(decoder) or MASK * bool(masks)
     numbers = hidden * hidden_size(decoder) + inner * widest
-    return NUMBER * numbers * largest_batch(decoder, tasks) + masks
+    return NUMBER * numbers * largest_batch(decoder, tasks) + masks + in_attention * most

@@ -42,7 +42,7 @@ class Batch:
     """Samples of one task that run together, right-padded to the longest."""
 
     task: int  # the index of the task that the samples come from
-    rows: tuple[int, ...]  # the samples' rows in the statistics, ``B`` in all
+    rows: tuple[int, ...]  # the samples' numbers among all tasks' samples, ``B`` in all
     token_ids: torch.Tensor  # [B, S] int64
     lengths: tuple[int, ...]  # the samples' numbers of tokens
 

@@ -9,7 +9,16 @@ from typing import NamedTuple
 import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress, layer_bar, pass_layers
-from mergekit_slta.engine.memory import LIBRARIES, NUMBER, batch_bytes, edge_bytes, layer_bytes, states_bytes
+from mergekit_slta.engine.memory import (
+    LIBRARIES,
+    NUMBER,
+    TOKEN,
+    batch_bytes,
+    edge_bytes,
+    largest_batch,
+    layer_bytes,
+    states_bytes,
+)
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Source, Streams, read_edges
 from mergekit_slta.errors import SltaError
@@ -89,12 +98,12 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     """The bytes that it takes to score a model: the hidden states, and one layer or the head with the logits."""
     tasks = [[sample.token_ids for sample in group] for group in groups]
     lengths = [len(row) for task in tasks for row in task]
+    positions = min(max(LOGIT_POSITIONS, *lengths), largest_batch(decoder, tasks))
     # The logits of some positions, and for one sample the probabilities and their logarithms.
-    logits = (
-        NUMBER * decoder.model.config.get_text_config().vocab_size * (max(LOGIT_POSITIONS, *lengths) + 2 * max(lengths))
-    )
-    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, tasks, hidden=12, inner=4, scores=3)
-    return LIBRARIES + states_bytes(decoder, tasks, 1) + max(edge_bytes(decoder) + logits, layer)
+    logits = NUMBER * decoder.model.config.get_text_config().vocab_size * (positions + 2 * max(lengths))
+    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, tasks, hidden=11, inner=4, scores=3)
+    answers = 3 * TOKEN * sum(lengths)  # of all models
+    return LIBRARIES + states_bytes(decoder, tasks, 1) + answers + max(edge_bytes(decoder) + logits, layer)
 
 
 @dataclass

@@ -84,7 +84,7 @@ LAYER_ERRORS, LAYER_RIDGES = "error.features", "error.ridges"
 
 Owner = TypeVar("Owner")
 # Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
-# inputs, without biases [n, out], and the place of each token's sample among its task's, and its weight [n].
+# inputs, without biases, with half of the drift [n, out], and the place of each token's sample among its task's, and its weight [n].
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -140,7 +140,7 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     anchor = max(
         (models - 1) * memory.NUMBER * rows * columns + matrix_bytes(rows, columns) for rows, columns in shapes
     )
-    batch = memory.batch_bytes(decoder, tasks, hidden=20, inner=7, scores=3)
+    batch = memory.batch_bytes(decoder, tasks, hidden=20, inner=5, scores=3)
     adding, solving = map(max, zip(*(regression_bytes(*shape, solved) for shape in shapes), strict=True))
     inside = layers * (models + 1) // models + max(anchor, adding + max(batch, solving))
     # The embeddings of all models and their mean; or the heads, of which a part is solved.
@@ -150,7 +150,9 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
         decoder, tasks, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0, scores=0
     )
     ends = max((models + 1) * edge, models * edge + 4 * memory.NUMBER * head + features)
-    during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + inside
+    # The base model's stream has masks of its own.
+    masks = memory.mask_bytes(decoder, tasks)
+    during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + masks + inside
     return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
 
 
@@ -165,7 +167,7 @@ def waiting(decoder: Decoder, tokens: int, longest: int = 0) -> int:
             held[at] = width * len(complete) + inside
         returned = max(returned, *map(sum, pairwise(held)), 0)  # one stream is a group ahead
     # What the attention returns beside its output, where it has the scores of all pairs in memory.
-    returned += 2 * memory.heads_with_scores(decoder) * longest
+    returned += memory.heads_with_scores(decoder) * longest
     # Whose inputs wait in both streams, too.
     routed = any(group.fused for maps in groups_by_layer(decoder) for group in maps.groups)
     return waiting_bytes(tokens, width, 4 if routed else 2, returned)
@@ -267,7 +269,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
             regression.finish_task(count)
         return regression
 
-    def of_tokens(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def places_and_weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
         return batch.join(self.places), batch.join(self.token_weights)
 
@@ -331,7 +333,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
                 batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
                 for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
             )
-            yield inputs, owner_inputs @ matrix.T, *self.of_tokens(batch)
+            yield inputs, owner_inputs @ matrix.T, *self.places_and_weights(batch)
 
 
 def add_errors(sums: torch.Tensor, batch: Batch, features: torch.Tensor, owners: torch.Tensor) -> None:
@@ -394,7 +396,7 @@ class _Layer:
         hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
         merged, expert = self._run(MERGED, number, group), self._run(EXPERT, number, group)
         streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, expert), strict=True)]
-        outputs, (places, token_weights) = [], self.merge.of_tokens(batch)
+        outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
         for linear_map in group.maps:
             output = batch.unpadded(expert.outputs[linear_map.module])
             if (writer := self.maps.writers.get(linear_map.module)) is not None:
@@ -496,7 +498,7 @@ class _Layer:
             inputs, expert_inputs, tokens = (
                 part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
             )
-            device, (places, token_weights) = self.merge.decoder.device, self.merge.of_tokens(batch)
+            device, (places, token_weights) = self.merge.decoder.device, self.merge.places_and_weights(batch)
             yield inputs.to(device), expert_inputs.to(device), places[tokens], token_weights[tokens]
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:

@@ -227,7 +227,7 @@ def regression_bytes(rows: int, columns: int, tokens: int) -> tuple[int, int]:
     """The bytes of a regression for a matrix of this shape: while tokens are added, and what solving it adds."""
     matrices, square = 3 * rows * columns, columns**2
     if tokens < columns:
-        adding, solving = square + tokens * (rows + columns), 2 * square + tokens * (3 * columns + rows + 2 * tokens)
+        adding, solving = square + tokens * (rows + columns), square + tokens * (2 * columns + rows + 2 * tokens)
     else:
         adding, solving = 5 * square, 2 * square + matrices
     return PRECISION.itemsize * (adding + matrices), PRECISION.itemsize * solving
