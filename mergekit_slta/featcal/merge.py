@@ -84,7 +84,8 @@ LAYER_ERRORS, LAYER_RIDGES = "error.features", "error.ridges"
 
 Owner = TypeVar("Owner")
 # Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
-# inputs, without biases, with half of the drift [n, out], and the place of each token's sample among its task's, and its weight [n].
+# inputs, without biases and with half of the drift [n, out], and the place of each token's sample among its task's, and
+# its weight [n].
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -221,6 +221,8 @@ def write_prompts(base: Path, folder: Path) -> None:
     write_self_written(base, folder / "written.jsonl")
     if not (folder / "general.jsonl").exists():
         mergekit_slta.ask(base, folder / "general.jsonl", samples=200, max_new_tokens=128, quiet=True)
+    if not (folder / "long.jsonl").exists():
+        mergekit_slta.ask(base, folder / "long.jsonl", samples=40, max_new_tokens=512, quiet=True)
     both, general = ((folder / f"{name}.jsonl").read_text().splitlines() for name in ("base", "general"))
     texts = [line for line in both if "text" in json.loads(line)]
     mixes = {

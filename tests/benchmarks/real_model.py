@@ -43,6 +43,7 @@ KEPT = {
     "1, text": ("text", 30, 1.0),
     "1, instructions": ("instructions", 30, 1.0),
     "1, general": ("general", 30, 1.0),
+    "1, long answers": ("long", 30, 1.0),
     "1, without answers": ("bare", 30, 1.0),
     "1, self-written": ("written", 30, 1.0),
     "1, 100 general": ("general", 100, 1.0),

@@ -146,6 +146,10 @@ KNOBS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": _mrope(1, 1, 0) | {"partial_rotary_factor": 0.5}},
     "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
     "deepseek_ocr2_text": {"num_experts_per_tok": 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    **{
+        f"inkling2{kind}": {"unpadded_vocab_size": families.SIZES["vocab_size"]}
+        for kind in ("", "_text", "_loop", "_loop_text")
+    },
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
@@ -439,12 +443,14 @@ def _exceptions(rows: list[Row]) -> Iterator[str]:
             what = "only `actmat` and `sftm`" if row.works.get("actmat") == MERGED else "nothing"
             if FEATCAL in why:
                 what, why = FEATCAL, "maps " + ", or ".join(re.findall(r"\((.+?)\)", why))
-            why = re.sub(r" \(.*\)|, (?:so slta and featcal|as slta) .*|: change or complete.*", "", why)
+            ends = r" \(.*\)|, (?:so slta and featcal|as slta|so it is incomplete).*|: change or complete.*"
+            why = re.sub(rf"^\w+: \S+/base: |{ends}", "", why)
+            why = re.sub("lacks .* of the model", "lacks tensors of the model", why)
             types.setdefault((what, why), []).append(row.model_type)
         for (coarser, why), finer in levels.items():
             types.setdefault((f"{', '.join(finer)} → `{coarser}`", why), []).append(row.model_type)
     for (what, why), names in sorted(types.items(), key=lambda item: -len(item[1])):
-        yield f"| {', '.join(names)} | {what} | {why.removesuffix('.')} |"
+        yield f"| {', '.join(dict.fromkeys(names))} | {what} | {why.removesuffix('.')} |"
 
 
 def main() -> None:
