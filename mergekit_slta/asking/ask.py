@@ -135,7 +135,10 @@ def ask(
     for count, what in (
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {limit} tokens, and are left out"),
-        (sum(answer.cut for answer in answers), f"are cut off after {limit} tokens, which did not harm merges where it was measured"),
+        (
+            sum(answer.cut for answer in answers),
+            f"are cut off after {limit} tokens, which harmed no merge that was measured",
+        ),
         (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):
         if count:

@@ -274,7 +274,7 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
         f"{out}: 3 of 6 answers are empty and left out.",
-        f"{out}: 2 of 6 answers are cut off after 4 tokens, which did not harm merges where it was measured.",
+        f"{out}: 2 of 6 answers are cut off after 4 tokens, which harmed no merge that was measured.",
         f"{out}: 2 of 6 answers change their tokens when their text is tokenized again.",  # by the tokenizer's </s>
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
