@@ -105,10 +105,12 @@ def drawn(figure: Figure, form: str = "png") -> bytes:
     return file.getvalue()
 
 
-def line_chart(panels: Sequence[Panel], *, x_label: str, y_label: str, lowest: float = -math.inf) -> Figure:
+def line_chart(
+    panels: Sequence[Panel], *, x_label: str, y_label: str, lowest: float = -math.inf, top: float = 0.0
+) -> Figure:
     """Panels of the same lines below each other, with one scale, so that they can be compared.
 
-    On the x axis are whole numbers; values below ``lowest`` are drawn there.
+    On the x axis are whole numbers; values below ``lowest`` are drawn there. The y axis reaches at least to ``top``.
     """
     with matplotlib.rc_context(STYLE):
         figure, axes = _figure([PANEL_HEIGHT] * len(panels), [line.label for line in panels[0].lines], sharey=True)
@@ -124,6 +126,7 @@ def line_chart(panels: Sequence[Panel], *, x_label: str, y_label: str, lowest: f
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if not any(value < 0 for panel in panels for line in panel.lines for value in line.y):
             axes[0].set_ylim(bottom=0)
+        axes[0].set_ylim(top=max(axes[0].get_ylim()[1], top))
         axes[-1].set_xlabel(x_label)
         _legend(figure, axes[0])
         return figure
@@ -179,10 +182,12 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         ax.margins(x=0.45)  # room for the numbers
         if logarithmic:
             ax.set_xscale("log")
-            ax.set_xlim(left=min(means) / 2)
-            ax.xaxis.set_major_locator(LogLocator(numticks=7))  # labels of more decades overlap
+            least, most = min(means) / 2, max(means)
+            ax.set_xlim(left=least)
+            ticks = LogLocator(numticks=7).tick_values(least, most)  # labels of more decades overlap
+            ax.set_xticks([tick for tick in ticks if least <= tick <= most])
             ax.xaxis.set_major_formatter("{x:g}")
-            ax.xaxis.set_minor_formatter("")
+            ax.minorticks_off()
         else:
             ax.set_xlim(left=0)
             ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for ticks such as 0.0025

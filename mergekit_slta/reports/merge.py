@@ -102,7 +102,7 @@ def _retained_chart(solution: Solution) -> Chart:
         name=f"retained-{solution.level}",
         title="Share retained of each expert's feature change",
         caption="On each expert's own prompts. Shares below −1 are drawn at −1.",
-        picture=line_chart(panels, x_label="decoder layer", y_label="share of the change", lowest=-1.0),
+        picture=line_chart(panels, x_label="decoder layer", y_label="share retained", lowest=-1.0, top=1.0),
         table=_table(solution, [map(as_score, row) for row in retained.tolist()]),
     )
 
