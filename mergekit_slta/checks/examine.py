@@ -100,9 +100,10 @@ def _verdict(source: RecipeOrFile, experiment: Experiment) -> str:
     numbers = sum(header.count for header in experiment.model(recipe.base).tensors.values())
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", with prompts for the base model" if recipe.keep else ""
-    command = "merge(recipe, './merged')"
+    options = [*experiment.same_options()]
+    command = "merge(recipe, './merged')" + " with the same options" * bool(options)
     if isinstance(source, (str, os.PathLike)):
-        command = shlex.join(["mergekit-yaml", os.fspath(source), "./merged", *experiment.same_options()])
+        command = shlex.join(["mergekit-yaml", os.fspath(source), "./merged", *options])
     return (
         f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters with {recipe.config.merge_method}"
         f"{keeping}; next: {command}"

@@ -1,5 +1,6 @@
 """What a merge takes, against sizes counted by hand, and a disk that has room for it."""
 
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -39,10 +40,13 @@ def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_na
     adapter, cache = write_adapter(llama.base, tmp_path / "adapter", "q_proj"), str(tmp_path / "my adapters")
     content = families.recipe(llama, "actmat", calibration=False, experts=[0])
     content["models"].append({"model": f"{llama.base}+{adapter}"})
-    findings = check(Recipe(content), lora_merge_cache=cache)
+    recipe = tmp_path / "merge.yml"
+    recipe.write_text(json.dumps(content))
+    findings = check(recipe, lora_merge_cache=cache)
     assert findings.needs is not None and findings.needs.adapters == 4 * WHOLE
     assert "for the merged adapters" in str(findings.needs)
     assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
+    assert "merge(recipe, './merged') with the same options" in str(check(Recipe(content), lora_merge_cache=cache))
 
 
 def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: Family, tmp_path: Path) -> None:
