@@ -207,7 +207,7 @@ def answer_bytes(model: Model, prompt: int, answered: int, rows: int) -> int:
     keys = layers * width * (model.size("num_key_value_heads") or heads) // heads
     widest = max(header.shape[-1] for header in model.tensors.values() if len(header.shape) > 1)
     numbers = rows * (2 * keys * answered + (6 * width + 3 * widest) * prompt)
-    mask = MASK * rows * prompt**2 * (rows > 1)  # of rows that differ in length
+    mask = (1 + MASK) * rows * prompt**2 * (rows > 1)  # of rows that differ in length, and a copy
     return LIBRARIES + stored + stored // max(count, 1) * numbers + mask
 
 

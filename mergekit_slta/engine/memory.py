@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
+from collections.abc import Collection
 
 import torch
 
@@ -21,6 +23,8 @@ LIBRARIES = 400_000_000
 TOKEN = 200  # bytes of its text and of its number, in all forms that a run has of them
 MASK = 5  # bytes for each pair of tokens, where torch's attention is given a mask: a boolean, and a number
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED = -1, -3, 2**20
+
+Shapes = Collection[torch.Size]  # of batches, each (rows, tokens)
 
 
 def return_freed_memory() -> None:
@@ -75,9 +79,9 @@ def map_shapes(decoder: Decoder) -> set[tuple[int, int]]:
     return {(rows, columns) for m, state in pairs for rows, columns in [m.matrix(state).shape]}
 
 
-def largest_batch(decoder: Decoder, tasks: Tasks) -> int:
-    """The positions of the largest batch, padding included."""
-    return max(batch.token_ids.numel() for batch in make_batches(tasks, fitting_batch(decoder)))
+def batch_shapes(decoder: Decoder, tasks: Tasks) -> Shapes:
+    """The shapes (rows, tokens) of the batches, padding included."""
+    return {batch.token_ids.shape for batch in make_batches(tasks, fitting_batch(decoder))}
 
 
 def heads_with_scores(decoder: Decoder) -> int:
@@ -86,34 +90,28 @@ def heads_with_scores(decoder: Decoder) -> int:
     return (getattr(config, "num_attention_heads", None) or 0) * (config._attn_implementation == "eager")
 
 
-def mask_bytes(decoder: Decoder, tasks: Tasks) -> int:
-    """The size of the masks of all batches, of which those of one shape are shared; 0 where torch needs none."""
+def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:
+    """The size of the masks of batches, of which those of one shape are shared; 0 where torch needs none."""
     config = decoder.model.config.get_text_config()
-    pairs = sum(pairs_of_tokens(decoder, tasks))
+    pairs = sum(rows * length**2 for rows, length in shapes)
     if heads_with_scores(decoder):
         return NUMBER * len(set(getattr(config, "layer_types", None) or [""])) * pairs
-    longest = max(len(row) for task in tasks for row in task)
+    longest = max(length for _, length in shapes)
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return pairs if any(window and window < longest for window in windows) else 0
 
 
-def pairs_of_tokens(decoder: Decoder, tasks: Tasks) -> list[int]:
-    """How many pairs of tokens a batch of each shape has."""
-    shapes = {batch.token_ids.shape for batch in make_batches(tasks, fitting_batch(decoder))}
-    return [rows * length**2 for rows, length in shapes]
-
-
-def batch_bytes(decoder: Decoder, tasks: Tasks, hidden: int, inner: int, scores: int) -> int:
-    """The size of the features of a batch in a layer, and of the masks of all batches.
+def batch_bytes(decoder: Decoder, shapes: Shapes, hidden: int, inner: int, scores: int) -> int:
+    """The size of the features of the largest batch in a layer, and of the masks of all batches.
 
     Args:
         decoder: the models' decoder.
-        tasks: the token ids of each task's samples.
+        shapes: the batches'.
         hidden, inner: how many hidden states, and inputs of the widest map, of each position are in memory at once.
         scores: how many times the scores of all pairs of tokens are, where attention does not avoid them.
     """
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
-    masks, most = mask_bytes(decoder, tasks), max(pairs_of_tokens(decoder, tasks))
+    masks, most = mask_bytes(decoder, shapes), max(rows * length**2 for rows, length in shapes)
     in_attention = NUMBER * scores * heads_with_scores(decoder) or MASK * bool(masks)
     numbers = hidden * hidden_size(decoder) + inner * widest
-    return NUMBER * numbers * largest_batch(decoder, tasks) + masks + in_attention * most
+    return NUMBER * numbers * max(map(math.prod, shapes)) + masks + in_attention * most

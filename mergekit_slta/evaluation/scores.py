@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +15,8 @@ from mergekit_slta.engine.memory import (
     NUMBER,
     TOKEN,
     batch_bytes,
+    batch_shapes,
     edge_bytes,
-    largest_batch,
     layer_bytes,
     states_bytes,
 )
@@ -98,10 +99,11 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     """The bytes that it takes to score a model: the hidden states, and one layer or the head with the logits."""
     tasks = [[sample.token_ids for sample in group] for group in groups]
     lengths = [len(row) for task in tasks for row in task]
-    positions = min(max(LOGIT_POSITIONS, *lengths), largest_batch(decoder, tasks))
+    shapes = batch_shapes(decoder, tasks)
+    positions = min(max(LOGIT_POSITIONS, *lengths), max(map(math.prod, shapes)))
     # The logits of some positions, and for one sample the probabilities and their logarithms.
     logits = NUMBER * decoder.model.config.get_text_config().vocab_size * (positions + 2 * max(lengths))
-    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, tasks, hidden=11, inner=4, scores=3)
+    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, shapes, hidden=11, inner=4, scores=3)
     answers = 3 * TOKEN * sum(lengths)  # of all models
     return LIBRARIES + states_bytes(decoder, tasks, 1) + answers + max(edge_bytes(decoder) + logits, layer)
 

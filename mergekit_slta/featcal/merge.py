@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -134,25 +135,22 @@ def stages(decoder: Decoder, head: LinearMap | None) -> int:
 
 def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     """The bytes that it takes to merge so many models, the base model included."""
-    shapes, layers = memory.map_shapes(decoder) or {(0, 0)}, memory.layer_bytes(decoder, models)
-    lengths = [len(row) for task in tasks for row in task]
-    solved, longest = sum(lengths), max(lengths)
-    tokens = solved + memory.largest_batch(decoder, tasks)  # a batch that is on its way through a layer counts twice
-    anchor = max(
-        (models - 1) * memory.NUMBER * rows * columns + matrix_bytes(rows, columns) for rows, columns in shapes
-    )
-    batch = memory.batch_bytes(decoder, tasks, hidden=20, inner=5, scores=3)
-    adding, solving = map(max, zip(*(regression_bytes(*shape, solved) for shape in shapes), strict=True))
+    maps, layers = memory.map_shapes(decoder) or {(0, 0)}, memory.layer_bytes(decoder, models)
+    batches, solved = memory.batch_shapes(decoder, tasks), sum(len(row) for task in tasks for row in task)
+    tokens = solved + max(map(math.prod, batches))  # a batch that is on its way through a layer counts twice
+    anchor = max((models - 1) * memory.NUMBER * rows * columns + matrix_bytes(rows, columns) for rows, columns in maps)
+    batch = memory.batch_bytes(decoder, batches, hidden=20, inner=5, scores=3)
+    adding, solving = map(max, zip(*(regression_bytes(*shape, solved) for shape in maps), strict=True))
     inside = layers * (models + 1) // models + max(anchor, adding + max(batch, solving))
     # The embeddings of all models and their mean; or the heads, of which a part is solved.
     edge = memory.edge_bytes(decoder)
     head = min(edge // memory.NUMBER, HEAD_ELEMENTS) if decoder.head else 0
     features = memory.batch_bytes(
-        decoder, tasks, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0, scores=0
+        decoder, batches, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0, scores=0
     )
     ends = max((models + 1) * edge, models * edge + 4 * memory.NUMBER * head + features)
-    # The base model's stream has masks of its own.
-    masks = memory.mask_bytes(decoder, tasks)
+    masks = memory.mask_bytes(decoder, batches)  # once more, of the base model's stream
+    longest = max(length for _, length in batches)
     during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + masks + inside
     return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
-from mergekit_slta.engine.memory import batch_bytes, edge_bytes, layer_bytes, states_bytes
+from mergekit_slta.engine.memory import batch_bytes, batch_shapes, edge_bytes, layer_bytes, states_bytes
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
@@ -60,7 +60,8 @@ def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -
     streams, linear = models if level == "model" else 1, level == "linear"
     # Of each model the outputs of both branches and their parts, of the last one what is inside the MLP; at level
     # ``linear`` also the changes of all maps.
-    batch = batch_bytes(decoder, tasks, hidden=8 * models + 1, inner=5 if linear else 3, scores=models + 1)
+    shapes = batch_shapes(decoder, tasks)
+    batch = batch_bytes(decoder, shapes, hidden=8 * models + 1, inner=5 if linear else 3, scores=models + 1)
     layers = (1 + linear) * layer_bytes(decoder, models) + batch
     return states_bytes(decoder, tasks, streams) + max(edge_bytes(decoder) * streams, layers)
 

@@ -10,7 +10,6 @@ of its parameters on as many prompts of the same files, and their answers, for `
 best of ``RATES``, picked on the held-out prompts, too. It proves nothing of large models or of other tasks.
 """
 
-import copy
 import json
 from importlib.metadata import version
 from itertools import product
@@ -91,7 +90,7 @@ def trained(family: Family, count: int, rate: float, folder: Path) -> float:
         json.loads(line) for path in family.calibration.values() for line in path.read_text().splitlines()[:count]
     ]
     batch = tokenizer([record["text"] for record in records], padding=True, padding_side="right", return_tensors="pt")
-    labels = copy.deepcopy(batch["input_ids"])
+    labels = batch["input_ids"].clone()
     for row, record in enumerate(records):
         labels[row, : 1 + len(record["question"])] = IGNORED  # a token for each letter, and <bos>
     labels[batch["attention_mask"] == 0] = IGNORED
