@@ -1,8 +1,8 @@
-"""Charts: lines, heat maps and bars that are readable on a narrow screen, and without colours.
+"""Charts: lines, heat maps and points that are readable on a narrow screen, and without colours.
 
 Every picture fits a phone's width, so a wide screen shows several side by side. Lines differ in marker as well as in
-colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart. Axes begin at 0, unless values
-are below it or differ by magnitudes.
+colour. The colours are those of Okabe and Ito, which colour-blind people can tell apart. Axes of lines begin at 0,
+unless values are below it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ LEGEND_LENGTH = 48  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
-MAGNITUDES = 30  # the largest mean over the smallest one, from which an axis is logarithmic
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": AXIS,
@@ -87,7 +86,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Bars:
+class Points:
     """A series: its name in the legend, and in each group a value with its standard deviation."""
 
     label: str
@@ -157,40 +156,34 @@ def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_la
         return figure
 
 
-def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) -> Figure:
-    """Horizontal bars with their deviations and values, those of a group of ``groups`` together.
+def point_chart(groups: Sequence[str], series: Sequence[Points], *, x_label: str) -> Figure:
+    """Points with their values, those of a group of ``groups`` together, on a logarithmic axis.
 
-    Values that differ by magnitudes are points on a logarithmic axis, which has no 0 where bars could begin.
+    A line reaches from one standard deviation above the value down by the same factor, so that it never comes to 0.
     """
     step = len(series) + 0.7
-    means = [value for bars in series for value in bars.values if value > 0]
-    logarithmic = bool(means) and max(means) > MAGNITUDES * min(means)
+    positive = [value for points in series for value in points.values if value > 0]
+    least, most = min(positive, default=0.1) / 2, max(positive, default=1.0)
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
-        figure, (ax,) = _figure([LINE_HEIGHT * step * len(groups)], [bars.label for bars in series])
-        for i, bars in enumerate(series):
-            places, colour = [i + step * group for group in range(len(groups))], COLOURS[i % len(COLOURS)]
-            if not logarithmic:
-                ax.barh(places, bars.values, height=0.9, color=colour, label=_short(bars.label))
-            label, marker = (_short(bars.label), MARKERS[i % len(MARKERS)]) if logarithmic else ("", "none")
-            whisker: Any = {"ecolor": colour if logarithmic else INK, "elinewidth": 1, "capsize": 2}
-            ax.errorbar(bars.values, places, xerr=bars.deviations, fmt=marker, color=colour, label=label, **whisker)
-            for place, value, deviation in zip(places, bars.values, bars.deviations, strict=True):
+        figure, (ax,) = _figure([LINE_HEIGHT * step * len(groups)], [points.label for points in series])
+        for i, points in enumerate(series):
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            for group, (value, deviation) in enumerate(zip(points.values, points.deviations, strict=True)):
+                place, label = i + step * group, _short(points.label) if group == 0 else ""
+                ends = [value / (1 + deviation / value), value + deviation] if value > 0 else [math.nan] * 2
+                ax.plot(ends, [place] * 2, color=colour, linewidth=1, marker="|", markersize=5)
+                ax.plot(value if value > 0 else math.nan, place, color=colour, marker=marker, linestyle="", label=label)
                 if math.isfinite(value):
-                    said = f"{plain_number(value, '.2g')} ± {plain_number(deviation, '.2g')}"
-                    end = value + deviation, place
-                    ax.annotate(said, end, xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+                    end = np.nanmax([least, value, ends[1]]), place
+                    said = _with_deviation(value, deviation)
+                    ax.annotate(said, end, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+        ax.set_xscale("log")
         ax.margins(x=0.45)  # room for the numbers
-        if logarithmic:
-            ax.set_xscale("log")
-            least, most = min(means) / 2, max(means)
-            ax.set_xlim(left=least)
-            ticks = LogLocator(numticks=7).tick_values(least, most)  # labels of more decades overlap
-            ax.set_xticks([tick for tick in ticks if least <= tick <= most])
-            ax.xaxis.set_major_formatter("{x:g}")
-            ax.minorticks_off()
-        else:
-            ax.set_xlim(left=0)
-            ax.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))  # room for ticks such as 0.0025
+        ax.set_xlim(left=least)
+        ticks = LogLocator(subs=(1.0,) if most > 100 * least else (1.0, 2.0, 5.0), numticks=7).tick_values(least, most)
+        ax.set_xticks([tick for tick in ticks if least <= tick <= 1.5 * most])
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
         middles = [(len(series) - 1) / 2 + step * group for group in range(len(groups))]
         ax.set_yticks(middles, [_short(group, GROUP_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)
@@ -198,6 +191,13 @@ def bar_chart(groups: Sequence[str], series: Sequence[Bars], *, x_label: str) ->
         ax.set_xlabel(x_label)
         _legend(figure, ax)
         return figure
+
+
+def _with_deviation(value: float, deviation: float) -> str:
+    """A number and its standard deviation, with the decimals that give the number two digits."""
+    decimals = max(0, 1 - math.floor(math.log10(abs(value)))) if value else 0
+    form = f".{decimals}f" if decimals <= 5 else ".1e"
+    return f"{plain_number(value, form)} ± {plain_number(deviation, form)}"
 
 
 def _figure(heights: Sequence[float], legend: Sequence[str] = (), sharey: bool = False) -> tuple[Figure, list[Axes]]:

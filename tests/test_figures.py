@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from mergekit_slta.figures import Bars, Line, Matrix, Panel, bar_chart, drawn, heat_map, line_chart
+from mergekit_slta.figures import Line, Matrix, Panel, Points, drawn, heat_map, line_chart, point_chart
 
 NAMES = ["_private", "cost $\\alpha$ $", "<b>&", "x" * 200, "法律", "math", "word"]
 
@@ -58,8 +58,8 @@ def test_axes_begin_at_0_and_a_single_series_has_no_legend() -> None:
         assert not figure.legends
 
 
-def test_bars() -> None:
+def test_points() -> None:
     groups = ["model", "_layer", "$a", "none"]
-    series = [Bars(name, [0.5, 0.4, 0.0, math.nan], [0.1, 0.0, 0.0, math.nan]) for name in NAMES]
-    draw(bar_chart(groups, series, x_label="$score"))
-    draw(bar_chart(["a"], [Bars("b", [0.0], [0.0])], x_label="x"))
+    series = [Points(name, [0.5, 0.4, 0.0, math.nan], [0.1, 0.0, 0.0, math.nan]) for name in NAMES]
+    draw(point_chart(groups, series, x_label="$score"))
+    draw(point_chart(["a"], [Points("b", [0.0], [0.0])], x_label="x"))

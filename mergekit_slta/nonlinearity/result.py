@@ -118,13 +118,13 @@ class Linearity(Paragraphs):
 
     def plot(self) -> Figure:
         """Draw every expert's non-linearity score by kinds of submodules, as Figure 1a of the paper."""
-        from mergekit_slta.figures import Bars, bar_chart  # imports matplotlib
+        from mergekit_slta.figures import Points, point_chart  # imports matplotlib
 
-        bars = []
+        series = []
         for expert, short in zip(self.experts, short_names(self.experts), strict=True):
             values = self.pooled(METRIC, [expert]).values()
-            bars.append(Bars(short, [value.mean for value in values], [value.std for value in values]))
-        return bar_chart(list(self.groups()), bars, x_label=SCORE.lower())
+            series.append(Points(short, [value.mean for value in values], [value.std for value in values]))
+        return point_chart(list(self.groups()), series, x_label=SCORE.lower())
 
 
 def _group_of(level: str, name: str) -> str:

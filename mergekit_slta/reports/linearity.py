@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from mergekit_slta import files
-from mergekit_slta.figures import Bars, Matrix, bar_chart, heat_map
+from mergekit_slta.figures import Matrix, Points, heat_map, point_chart
 from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, pool_values
 from mergekit_slta.nonlinearity.studies import STEPS
 from mergekit_slta.reports.page import Chart, Page
@@ -16,7 +16,7 @@ from mergekit_slta.tables import Table, as_json, short_names
 from mergekit_slta.words import as_score, counted, enumerated, plain_number
 
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
-BARS = "Mean and one standard deviation to both sides, over "
+POINTS = "Mean, and one standard deviation upwards and by the same factor downwards, over "
 SETTINGS_OF = {2: "25 settings of two weights from 0.2 to 1", 3: "27 settings of three weights from 0.3 to 0.7"}
 SCORES_MEANING = (
     f"The non-linearity score sums {(STEPS + 1) ** 2} squared deviations between points on the way from the base model "
@@ -36,13 +36,13 @@ def linearity_page(result: Linearity) -> Page:
     experts = short_names(result.experts)
     single = {short: [name] for short, name in zip(experts, result.experts, strict=True)}
     sizes = [size for size in SETTINGS_OF if _merges(result, size)]
-    score = f"As in Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {BARS}prompts and submodules."
+    score = f"As in Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {POINTS}prompts and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
         verdict=[verdict(result), SCORES_MEANING],
         facts=_facts(result),
         charts=[
-            _bars(result, "non-linearity", SCORE, score, {METRIC: ""}, single),
+            _points(result, "non-linearity", SCORE, score, {METRIC: "{}"}, single),
             *(_merge_charts(result, sizes) if sizes else []),
             _distance_map(result),
         ],
@@ -79,7 +79,7 @@ def _merges(result: Linearity, size: int) -> list[str]:
 
 
 def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
-    settings = f"{BARS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
+    settings = f"{POINTS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
     distance = (
         "As in Figures 1b and 3 of the paper (Eq. 8): by what share a merge's feature change is longer or shorter than "
         f"the weighted sum of the experts' changes, in the direction of that sum. At 0 the changes add up. {settings}."
@@ -90,14 +90,14 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
         f"far below the experts', the changes add up. {settings}, or over prompts."
     )
     merges = {f"{size} experts": _merges(result, size) for size in sizes}
-    cosines = {"cosine_merge": ", their merge and sum", "cosine_base": ", with each other"}
+    cosines = {"cosine_merge": "merge and sum of {}", "cosine_base": "{} with each other"}
     return [
-        _bars(result, "projection-distance", "Projection distance", distance, {"projection_distance": ""}, merges),
-        _bars(result, "cosine", "1 − cosine similarity", cosine, cosines, merges),
+        _points(result, "projection-distance", "Projection distance", distance, {"projection_distance": "{}"}, merges),
+        _points(result, "cosine", "1 − cosine similarity", cosine, cosines, merges),
     ]
 
 
-def _bars(
+def _points(
     result: Linearity,
     name: str,
     quantity: str,
@@ -105,18 +105,18 @@ def _bars(
     metrics: Mapping[str, str],
     series: Mapping[str, Sequence[str]],
 ) -> Chart:
-    """Bars for every group of submodules: the means of metrics over each series' experts or merges."""
-    bars = []
+    """Points for every group of submodules: the means of metrics over each series' experts or merges."""
+    drawn = []
     for label, names in series.items():
         for metric, words in metrics.items():
             values = list(result.pooled(metric, names).values())
             means = [1 - value.mean if metric.startswith("cosine") else value.mean for value in values]
-            bars.append(Bars(label + words, means, [value.std for value in values]))
+            drawn.append(Points(words.format(label), means, [value.std for value in values]))
     return Chart(
         name=name,
         title=quantity,
         caption=caption,
-        picture=bar_chart(list(result.groups()), bars, x_label=quantity.lower()),
+        picture=point_chart(list(result.groups()), drawn, x_label=quantity.lower()),
         table=result.table(quantity.removeprefix("1 − "), metrics, [*chain(*series.values())]),
     )
 

@@ -1,8 +1,9 @@
-"""The chart of findings and the picture of least squares, drawn into docs/.
+"""The charts of findings and the gallery, and the picture of least squares, drawn into docs/.
 
     python tests/benchmarks/chart.py
 
-The scores in ``scores.json`` were printed by the commands that it names, as means and deviations.
+The scores in ``scores.json`` were printed by the commands that it names, as means and deviations. A method has the same
+colour in all charts.
 """
 
 import json
@@ -16,38 +17,56 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mergekit_slta import files
-from mergekit_slta.figures import AXIS, COLOURS, DOTS_PER_INCH, INK, STYLE, drawn
+from mergekit_slta.figures import AXIS, COLOURS, DOTS_PER_INCH, INK, STYLE, WIDTH, Line, Panel, drawn, line_chart
 
 SCORES = Path(__file__).with_name("scores.json")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BLUE, ORANGE, GREEN = COLOURS[:3]
-LIGHT, MIDDLE = "#d5d5d5", "#9a9a9a"
+BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, _ = COLOURS
 MERGES = {
-    "experts": ("each expert alone", LIGHT),
-    "best": ("mergekit's best of those tried", MIDDLE),
-    "slta": ("slta", BLUE),
-    "actmat": ("actmat", BLUE),
+    "experts": ("experts alone", GREEN),
+    "best": ("best of mergekit's", "#9a9a9a"),
+    "slta": ("slta attn_mlp", PINK),
+    "actmat": ("actmat", ORANGE),
     "featcal": ("featcal", BLUE),
 }
 
 
 def main() -> None:
-    """Draw both pictures."""
+    """Draw all pictures."""
     content = json.loads(SCORES.read_text())
     files.write(DOCS / "scores.png", drawn(scores_chart(content)))
+    for name in ("prompts", "experts"):
+        files.write(DOCS / f"{name}.png", drawn(curves(content[name])))
     files.write(DOCS / "figures" / "least-squares.png", drawn(least_squares()))
 
 
+def curves(content: dict[str, Any]) -> Figure:
+    """Accuracy of each merge in a band of its deviation, by the number of prompts or experts."""
+    scores = {label: {int(x): pair for x, pair in of.items()} for label, of in content["scores"].items()}
+    means = [Line(label, [*of], [mean for mean, _ in of.values()]) for label, of in scores.items()]
+    figure = line_chart([Panel("", means)], x_label=content["x"], y_label="accuracy", top=1.0)
+    ax = figure.axes[0]
+    for of, colour in zip(scores.values(), COLOURS, strict=False):
+        low, high = ([mean + sign * deviation for mean, deviation in of.values()] for sign in (-1, 1))
+        ax.fill_between([*of], low, high, color=colour, alpha=0.15)
+    ax.set_ylim(0, 1)
+    numbers = [*next(iter(scores.values()))]
+    if numbers[-1] > 10 * numbers[0]:
+        ax.set_xscale("log")
+    ax.set_xticks(numbers, list(map(str, numbers)))
+    ax.minorticks_off()
+    return figure
+
+
 def scores_chart(content: dict[str, Any]) -> Figure:
-    """Accuracy of merges of three families, and what one merge with the base model keeps, in four panels."""
+    """Accuracy of merges of three families, and what one merge with the base model keeps: four panels in a column."""
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
-        figure = Figure(figsize=(9.5, 5.5), dpi=DOTS_PER_INCH, layout="constrained")
-        *merged, kept = figure.subplots(2, 2).flat
+        figure = Figure(figsize=(WIDTH, 9.0), dpi=DOTS_PER_INCH, layout="constrained")
+        *merged, kept = figure.subplots(4, 1, height_ratios=(5, 5, 5, 8))
         for ax, group in zip(merged, content["merged"], strict=True):
             _merged(ax, group)
-        merged[1].set_yticklabels([])
         _kept(kept, content["kept"])
-        figure.legend(*kept.get_legend_handles_labels(), loc="outside lower right", ncols=2, handlelength=1)
+        figure.legend(*kept.get_legend_handles_labels(), loc="outside lower left", ncols=2, handlelength=1)
         return figure
 
 
@@ -60,7 +79,7 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
 
 
 def _kept(ax: Axes, group: dict[str, Any]) -> None:
-    series = (("accuracy on the expert's task", GREEN), ("instructions followed", ORANGE))
+    series = (("accuracy on its task", SKY), ("instructions followed", YELLOW))
     for i, (label, colour) in enumerate(series):
         places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
         _bars(ax, places, [scores[i] for scores in group["scores"].values()], color=colour, height=0.34, label=label)
@@ -84,8 +103,8 @@ def _bars(ax: Axes, places: Sequence[float], scores: list[dict[str, Any]], **sty
 
 
 def _frame(ax: Axes, group: dict[str, Any]) -> None:
-    ax.set_title(f"{group['family']}\n{group['detail']}")
-    ax.set_xlim(0, 1.4)
+    ax.set_title(f"{group['family']}\n{group['detail']}", x=-0.44)
+    ax.set_xlim(0, 1.5)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()

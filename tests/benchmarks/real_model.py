@@ -11,8 +11,6 @@ the answers' negative log-likelihood per token on held-out prompts, averaged ove
 of the experts' gain in exact matches over the base model that is kept; and what the merge forgets: the perplexity on
 ordinary English text (Python's own documentation), and the share of checkable instructions that are followed.
 ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by the beginning of their name.
-Drawn beside the tables, with the deviation between the seeds: exact matches by the number of prompts, ``prompts-3.png``
-for three experts, and by the number of experts, ``experts.png``.
 """
 
 import json
@@ -26,13 +24,11 @@ from typing import Any
 
 import click
 from common import CACHE, be_quiet
-from matplotlib.figure import Figure
 from quickstart import merge
 from real_family import PRETRAINED, TASKS, Evaluation, RealFamily, evaluate, train_family
 from tqdm import tqdm
 
 from mergekit_slta import files
-from mergekit_slta.figures import Line, Panel, drawn, line_chart
 from mergekit_slta.levels import LEVELS
 
 GRID = (0.3, 0.5, 0.7, 1.0)
@@ -55,7 +51,6 @@ KEPT = {
 }
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity", "instructions")
 GRID_METHOD = "task_arithmetic"
-FIRST_DRAWN = ("featcal", "actmat", "slta")  # so that a method has the same colour in every picture
 
 Recipe = dict[str, Any]
 # The columns of a merge, by its label; for several seeds, one table each.
@@ -72,18 +67,12 @@ def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...],
     """Fine-tune the experts, merge them in every way, and compare the merges."""
     be_quiet()
     out /= model
-    measured: dict[int, list[Table]] = {}
     for count in counts:
         tables = [_scores(out / f"seed{seed}", model, seed, list(TASKS)[:count], only) for seed in seeds]
         labels = list(dict.fromkeys(label for table in tables for label in table))
         text = _markdown(tables, labels, count, seeds)
         files.write(out / f"table-{count}.md", text.encode())
         click.echo(text)
-        measured[count] = tables
-        if any(f"featcal {prompts} prompts" in labels for prompts in PROMPTS):
-            files.write(out / f"prompts-{count}.png", drawn(_by_prompts(tables)))
-    if len(counts) > 1:
-        files.write(out / "experts.png", drawn(_by_experts(measured)))
 
 
 def _scores(folder: Path, model: str, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:
@@ -193,53 +182,6 @@ def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds:
             cells = [_cell([row[column] for row in rows]) for column in columns]
             lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _by_prompts(tables: Sequence[Table]) -> Figure:
-    """Exact matches of ``featcal`` by the number of prompts, and those of the other merges as level lines."""
-    lines = {label: dict.fromkeys(PROMPTS, label) for label in tables[0] if not label.startswith("featcal")}
-    lines["featcal"] = {count: label for count in PROMPTS if (label := f"featcal {count} prompts") in tables[0]}
-    series = {
-        name: {count: [table[label]["exact match"] for table in tables] for count, label in labels.items()}
-        for name, labels in lines.items()
-    }
-    picture = _chart(series, "calibration prompts per task", "accuracy")
-    ax = picture.axes[0]
-    ax.set_xscale("log")
-    ax.set_xticks(PROMPTS, list(map(str, PROMPTS)))
-    ax.minorticks_off()
-    return picture
-
-
-def _by_experts(measured: Mapping[int, Sequence[Table]]) -> Figure:
-    """Exact matches of each merge, by the number of experts."""
-    labels = [label for label in next(iter(measured.values()))[0] if label not in ("base", "experts")]
-    series = {
-        label: {count: [table[label]["exact match"] for table in tables] for count, tables in measured.items()}
-        for label in labels
-    }
-    return _chart(series, "number of experts", "accuracy")
-
-
-def _chart(series: Mapping[str, Mapping[int, Sequence[float]]], x_label: str, y_label: str) -> Figure:
-    """The means over the seeds by label, each in a band of their deviation."""
-
-    def place(label: str) -> int:
-        return next((i for i, method in enumerate(FIRST_DRAWN) if label.startswith(method)), len(FIRST_DRAWN))
-
-    series = {label: series[label] for label in sorted(series, key=place)}
-    lines = [
-        Line("base model" if label == "base" else label, list(own), list(map(statistics.mean, own.values())))
-        for label, own in series.items()
-    ]
-    picture = line_chart([Panel("", lines)], x_label=x_label, y_label=y_label)
-    ax = picture.axes[0]
-    for line, curve, own in zip(lines, ax.lines, series.values(), strict=True):
-        errors = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in own.values()]
-        low, high = ([mean + sign * error for mean, error in zip(line.y, errors, strict=True)] for sign in (-1, 1))
-        ax.fill_between(line.x, low, high, color=curve.get_color(), alpha=0.15)
-    ax.set_ylim(0, 1)
-    return picture
 
 
 def _cell(values: Sequence[float]) -> str:

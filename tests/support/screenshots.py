@@ -1,10 +1,8 @@
-"""The pictures in docs/.
+"""The figures of the gallery, drawn by the package in a minute or two, of merges of the quickstart's models.
 
-    python tests/support/screenshots.py FOLDER [REAL]
+    python tests/support/screenshots.py FOLDER
 
-FOLDER is one that the quickstart filled. The figures of the gallery are drawn by the package, of merges of these
-models, in a minute or two; and of the experts in REAL, a seed's folder of ``tests/benchmarks/real_model.py``, in half
-an hour.
+FOLDER is one that the quickstart filled.
 """
 
 import os
@@ -21,49 +19,22 @@ from support.families import recipe_of
 import mergekit_slta as slta
 from mergekit_slta.reports.linearity import write_linearity
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
 
-def main(folder: Path, real: Path | None = None) -> None:
+def main(folder: Path) -> None:
     """Write every figure of the gallery."""
     with tempfile.TemporaryDirectory() as temporary:
-        out, statistics = Path(temporary), slta.Statistics.load(folder / "statistics.safetensors")
+        out = Path(temporary)
         os.chdir(folder)  # where the recipes' paths begin
         data = {f"./family/{name}": f"./family/calibration/{name}.jsonl" for name in ("sums", "strings", "words")}
         slta.merge(recipe_of("./family/base", data, "featcal", report=str(out)), out / "merged", quiet=True)
-        _draw(out, "./family/base", data, statistics)
-        if real is not None:
-            os.chdir(real)
-            _draw_real(real, out / "real")
-        for prefix in ("", "real-"):
-            for figure in (out / prefix.rstrip("-")).glob("*.png"):
-                with Image.open(figure) as drawn:
-                    _save(drawn, f"figures/{prefix}{figure.name}")
-
-
-def _draw(out: Path, base: str, data: dict[str, str], statistics: slta.Statistics) -> None:
-    """Draw the figures of the gallery as PNG files; ``data`` are the experts' calibration files."""
-    out.mkdir(parents=True, exist_ok=True)
-    slta.report(statistics, out)
-    write_linearity(slta.linearity(recipe_of(base, data), quiet=True), out)
-
-
-def _draw_real(folder: Path, out: Path) -> None:
-    sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "benchmarks")]
-    import real_family
-
-    family = real_family.train_family(folder, 0, list(real_family.TASKS)[:3])
-    data = {f"./{name}": f"./{name}.jsonl" for name in family.experts}
-    statistics = slta.measure(recipe_of("../base", data), quiet=True)
-    _draw(out, "../base", data, statistics)
-    (out / "distances.png").unlink()  # as that of the tiny expert
-
-
-def _save(picture: Image.Image, name: str) -> None:
-    (DOCS / name).parent.mkdir(exist_ok=True)
-    picture.convert("RGB").quantize(256).save(DOCS / name, optimize=True)
+        slta.report(slta.Statistics.load("statistics.safetensors"), out)
+        write_linearity(slta.linearity(recipe_of("./family/base", data), quiet=True), out)
+        for figure in out.glob("*.png"):
+            with Image.open(figure) as drawn:
+                drawn.convert("RGB").quantize(256).save(FIGURES / figure.name, optimize=True)
 
 
 if __name__ == "__main__":
-    main(*[Path(argument).resolve() for argument in sys.argv[1:]])
+    main(Path(sys.argv[1]).resolve())
