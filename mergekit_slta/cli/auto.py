@@ -291,4 +291,4 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     if general := [expert for expert in plan.experts if expert in plan.answers]:
         answered = shlex.join(["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl"])
         return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"
-    return f"calibrate with more of over 60 prompts: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"
+    return f"calibrate with 60 prompts, of files with more: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"
