@@ -6,7 +6,6 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import compress
 
 import torch
 
@@ -19,25 +18,22 @@ from mergekit_slta.words import as_score, counted, enumerated, plain_number
 
 ERRORS_MEANING = (
     "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
-    "is as large as that output, on average over the tokens of the task's prompts. Good is far below the base model: "
-    "the quickstart's merge, which gives 0.92 of the answers where its experts give 0.99, is at a third of the base "
-    "model's distance. The merge was fitted to these prompts: on others the distance is larger. It says little about "
-    "accuracy: score it with mergekit-slta evaluate."
+    "is as large as that output, on average over the tokens of the task's prompts. Good is far below 1: the "
+    "quickstart's merge, which gives 0.92 of the answers where its experts give 0.99, is at 0.19 to 0.26. The merge "
+    "was fitted to these prompts: on others the distance is larger. It says little about accuracy: score it with "
+    "mergekit-slta evaluate."
 )
 
 
 def drift_page(
     errors: torch.Tensor, ridges: Sequence[Sequence[float]], tasks: Sequence[tuple[str, int]], settings: FeatcalSettings
 ) -> Page:
-    """The report on a feature merge, from the errors [L, 2, T] of it and of the base model, and each layer's ridges.
+    """The report on a feature merge, from its errors [L, T] and each layer's ridges.
 
     Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
     """
     names = short_names([model for model, _ in tasks])
-    last = [
-        f"{as_score(error, 3)} from {name}" + f" (base model {as_score(base, 3)})" * (base > 0)
-        for name, error, base in zip(names, *errors[-1].tolist(), strict=True)
-    ]
+    last = [f"{as_score(error, 3)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
     distances = "After the last layer, the merge's features are at a relative distance of"
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
@@ -66,21 +62,14 @@ def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
 
 def _chart(errors: torch.Tensor, names: Sequence[str]) -> Chart:
     layers = list(range(len(errors)))
-    panels = [
-        Panel(
-            title, [Line(name, layers, curve) for name, curve in zip(names, of.T.tolist(), strict=True) if any(curve)]
-        )
-        for title, of in zip(("the merge", "the base model"), errors.unbind(1), strict=True)
-    ]
-    every = errors.flatten(1)
-    told = every.any(0)  # the base model's distance from itself is 0
-    header = compress([*names, *(f"base model from {name}" for name in names)], told)
-    rows = every[:, told].tolist()
+    curves = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
     return Chart(
         name="drift",
         title="Distance of the features by layer",
-        caption="How far each layer's output is from the output of the task's own model, on the task's prompts; of the "
-        "base model, on the longest of them. Lower is better.",
-        picture=line_chart(panels, x_label="decoder layer", y_label="relative distance"),
-        table=Table(["layer", *header], [[str(n), *(as_score(x, 3) for x in row)] for n, row in enumerate(rows)]),
+        caption="How far each layer's output is from the output of the task's own model, on the task's prompts. Lower "
+        "is better.",
+        picture=line_chart([Panel("the merge", curves)], x_label="decoder layer", y_label="relative distance"),
+        table=Table(
+            ["layer", *names], [[str(n), *(as_score(x, 3) for x in row)] for n, row in enumerate(errors.tolist())]
+        ),
     )

@@ -10,8 +10,7 @@ from mergekit_slta.reports.featcal import ERRORS_MEANING, drift_page
 from mergekit_slta.reports.page import Page
 
 MODELS = ["org/llama-math", "org/llama-code"]
-MERGED = torch.tensor([[0.11, 0.12], [0.14, 0.0013], [0.41, 0.324], [0.42, 0.35]], dtype=torch.float64)
-ERRORS = torch.stack([MERGED, 2 * MERGED], 1)
+ERRORS = torch.tensor([[0.11, 0.12], [0.14, 0.0013], [0.41, 0.324], [0.42, 0.35]], dtype=torch.float64)
 RIDGES = [[0.1, 0.003, 3.0], [0.03, 3.0], [3.0], []]
 
 
@@ -21,8 +20,7 @@ def page(ridges: Sequence[Sequence[float]] = RIDGES, ridge: float | Literal["aut
 
 def test_it_opens_with_how_far_the_last_layers_features_are() -> None:
     distance = (
-        "After the last layer, the merge's features are at a relative distance of 0.420 from math (base model 0.840) "
-        "and 0.350 from code (base model 0.700)."
+        "After the last layer, the merge's features are at a relative distance of 0.420 from math and 0.350 from code."
     )
     assert page().verdict == [distance, ERRORS_MEANING]
 
@@ -42,19 +40,11 @@ def test_two_models_may_have_one_name() -> None:
 
 def test_the_table_has_every_layers_distances() -> None:
     (chart,) = page().charts
-    assert list(chart.table.header) == ["layer", "math", "code", "base model from math", "base model from code"]
+    assert list(chart.table.header) == ["layer", "math", "code"]
     numbers = [
-        ["0.110", "0.120", "0.220", "0.240"],
-        ["0.140", "0.001", "0.280", "0.003"],
-        ["0.410", "0.324", "0.820", "0.648"],
-        ["0.420", "0.350", "0.840", "0.700"],
+        ["0.110", "0.120"],
+        ["0.140", "0.001"],
+        ["0.410", "0.324"],
+        ["0.420", "0.350"],
     ]
     assert [list(row) for row in chart.table.rows] == [[str(i), *errors] for i, errors in enumerate(numbers)]
-
-
-def test_the_base_models_distance_from_itself_is_not_told() -> None:
-    errors = ERRORS.clone()
-    errors[:, 1, 1] = 0  # its own task is the second
-    (chart,) = drift_page(errors, RIDGES, [("org/llama-math", 7), ("org/base", 7)], FeatcalSettings()).charts
-    assert list(chart.table.header) == ["layer", "llama-math", "base", "base model from llama-math"]
-    assert list(chart.table.rows[0]) == ["0", "0.110", "0.120", "0.220"]
