@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,6 @@ from mergekit_slta.cli.options import (
     FILE,
     FOLDER,
     LEVELS_HELP,
-    MERGED_FOLDER,
     ModelCommand,
     Result,
     ResultCommand,
@@ -344,13 +342,10 @@ def _write_recipe(
 
 @main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
 @recipe_path
-@click.argument("out", nargs=-1, required=True, type=MERGED_FOLDER)
+@click.argument("out", nargs=-1, required=True, type=FOLDER)
 @click.option("--samples", type=COUNT, default=100, show_default=True, help="The most held-out prompts of each task.")
-@click.option(
-    "--at-least", type=float, metavar="SHARE", help="The share of the gain in likelihood that each OUT must reach."
-)
 @json_option
-def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, at_least: float | None, **options: Any) -> Result:
+def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) -> Result:
     """Score the merged models in the folders OUT, the base model and the experts on the experts' tasks, best first.
 
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
@@ -365,8 +360,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, at_least: float 
     base model (gain kept), and the negative log-likelihood per token (loss; lower is better). On the base model's
     prompts, the gain is 1 for the base model and 0 for the experts' mean. Where no answer is known, all tokens count.
 
-    The exit code is 1 if a task has no prompt to score, or if a merge has less than --at-least in the table of the gain
-    in likelihood, on any task.
+    The exit code is 1 if a task has no prompt to score.
 
     RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. To score a merge
     with actmat or sftm, whose recipes have no prompts, name a recipe for featcal with the same experts. Each model runs
@@ -378,10 +372,8 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, at_least: float 
 
     with interruptible("starts over"):
         comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
-    below = comparison.below(at_least) if at_least is not None else []
-    problems = [*below, *comparison.lacking]
-    content = json.loads(comparison.to_json()) | {"problems": problems}
-    return Result(content, comparison, "\n".join(below), exit_code=int(bool(problems)))
+    problems = comparison.lacking
+    return Result(comparison.content() | {"problems": problems}, comparison, exit_code=len(problems))
 
 
 @main.command(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import click
 
@@ -132,22 +132,14 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     return others
 
 
-class _Existing(click.Path):
-    """A path to read; one that does not exist is no wrong command line, but a fault of what should be there."""
-
-    def fail(self, message: str, param: click.Parameter | None = None, ctx: click.Context | None = None) -> NoReturn:
-        raise SltaError(message)
-
-
-MERGED_FOLDER = _Existing(exists=True, file_okay=False, path_type=Path)
-recipe_path = click.argument("recipe", type=_Existing(exists=True, dir_okay=False, path_type=Path))
+recipe_path = click.argument("recipe", type=FILE)
 calibration_files = click.option(
     "--calibration",
     multiple=True,
     metavar="FILE",
     help="Prompts for each expert in order, then for the base model; repeatable.  [default: the models' answers]",
 )
-merged_folder = click.argument("out", type=MERGED_FOLDER)
+merged_folder = click.argument("out", type=FOLDER)
 output_folder = click.option(
     "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="The folder to write."
 )

@@ -34,7 +34,6 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import (
-    Source,
     Streams,
     Tasks,
     decoder_batches,
@@ -44,7 +43,7 @@ from mergekit_slta.engine.streams import (
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
-from mergekit_slta.models.checkpoint import Checkpoint, Tensors
+from mergekit_slta.models.checkpoint import Checkpoint, Source, Tensors
 from mergekit_slta.tables import as_size
 
 LOG = logging.getLogger(__name__)

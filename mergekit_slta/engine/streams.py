@@ -6,12 +6,11 @@ one model computes them: the base model, an expert or a merge. Neither knows wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import transformers
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -19,7 +18,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import embed, made_up_edges
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, State
 from mergekit_slta.layers.maps import routed_tensors
-from mergekit_slta.models.checkpoint import Tensors
+from mergekit_slta.models.checkpoint import Source, Tensors
 
 CPU_BATCH_TOKENS = 2048
 # Wider layers run on fewer tokens: a processor computes faster than a system hands out memory for larger features.
@@ -140,15 +139,6 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
             if same.shape != one.shape or not torch.allclose(one, same, rtol=PREFIX_TOLERANCE, atol=PREFIX_TOLERANCE):
                 return True
     return False
-
-
-class Source(Protocol):
-    """A model, or a merge in the making, whose embedding a stream begins with."""
-
-    def read(
-        self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Read tensors as ``Checkpoint.read`` does."""
 
 
 def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from mergekit.common import ModelPath, ModelReference
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
+from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
@@ -112,25 +113,13 @@ class Comparison(Paragraphs):
         columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
         return {"model": [model for model in models for _ in self.tasks], "task": [*self.tasks] * len(models)} | columns
 
-    def to_json(self) -> str:
-        """The numbers as JSON, by the names of ``columns``; what is undefined is null."""
-        return as_json(
-            asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
-        )
+    def content(self) -> dict[str, Any]:
+        """The numbers by the names of ``columns``, and the ranking; what is undefined is None."""
+        return asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
 
-    def below(self, share: float) -> list[str]:
-        """A sentence for each merge and task where less than a share of the expert's gain in likelihood is kept."""
-        kept = {
-            (name, title): score.gain_kept
-            for title, task in self.tasks.items()
-            for name, score in task.scores.items()
-            if name != BASE and not name.startswith(own_model(""))
-        }
-        return [
-            f"{name} reaches {as_score(one)} of the gain in likelihood on {title}, less than {share:g}."
-            for (name, title), one in kept.items()
-            if one is not None and one < share
-        ]
+    def to_json(self) -> str:
+        """The ``content`` as JSON."""
+        return as_json(self.content())
 
     @property
     def lacking(self) -> list[str]:
@@ -204,7 +193,9 @@ class Comparison(Paragraphs):
                 "prompts may have another format than in training: write that format in a `template`, such as "
                 "'{prompt}{completion}' where nothing stands between the two."
             )
-        if self.below(NEAR_THE_EXPERT):
+        own = {own_model(name) for name in experts} | {BASE}
+        gains = [score.gain_kept for task in tasks.values() for name, score in task.scores.items() if name not in own]
+        if any(gain is not None and gain < NEAR_THE_EXPERT for gain in gains):
             yield (
                 "Below its experts, a merge by featcal gains most from more prompts (`samples`); the page on "
                 "troubleshooting has what else to change, in order, and what it costs."
@@ -246,6 +237,8 @@ def evaluate(
     folders = list(dict.fromkeys(Path(out).expanduser().resolve() for out in outs))
     if not folders:
         raise SltaError("'merged' names no model: give the folders of one or more merged models.")
+    for folder in folders:
+        require_finished(folder)
     if not any(task.calibration for task in experiment.recipe.tasks):
         raise SltaError(
             "The recipe names no prompts: name one of the same models that has a 'calibration' for each expert, such "

@@ -21,12 +21,12 @@ from mergekit_slta.engine.memory import (
     states_bytes,
 )
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Source, Streams, read_edges
+from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.checkpoint import Checkpoint, Tensors
+from mergekit_slta.models.checkpoint import Checkpoint, Source, Tensors
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
 LOGIT_POSITIONS = 1024

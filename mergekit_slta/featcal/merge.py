@@ -45,7 +45,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -55,15 +54,14 @@ from mergekit_slta.actmat.covariance import matrix_bytes
 from mergekit_slta.engine import memory
 from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Batch, Source, Streams, Tasks, read_edges, waiting_bytes
+from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
 from mergekit_slta.featcal.regression import RidgeRegression, regression_bytes
 from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
-from mergekit_slta.models.checkpoint import ExpertStack, Tensors, stack_of
+from mergekit_slta.models.checkpoint import ExpertStack, Source, Tensors, stack_of
 
 LOG = logging.getLogger(__name__)
 MERGED, EXPERT = range(2)  # the streams
@@ -79,8 +77,7 @@ NORM_HOLD = 0.01
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**26
-# In a layer's file beside its tensors: its relative errors and the base model's by task [2, T], and the ridges [n] of
-# what was solved in it.
+# In a layer's file beside its tensors: its relative errors by task [T], and the ridges [n] of what was solved in it.
 LAYER_ERRORS, LAYER_RIDGES = "error.features", "error.ridges"
 
 Owner = TypeVar("Owner")
@@ -88,49 +85,6 @@ Owner = TypeVar("Owner")
 # inputs, without biases and with half of the drift [n, out], and the place of each token's sample among its task's, and
 # its weight [n].
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def feature_merge(
-    decoder: Decoder,
-    anchor: ActmatAnchor,
-    tasks: Tasks,
-    partial: Partial,
-    *,
-    token_weights: Sequence[torch.Tensor] | None = None,
-    ridge: float | None = None,
-    head: LinearMap | None,
-    ranks: Ranks | None = None,
-    progress: Callable[[str, int], object] = lambda stage, samples: None,
-) -> None:
-    """Solve every linear map, layer by layer, and write each layer's tensors when it is finished.
-
-    Args:
-        decoder: the models' common decoder.
-        anchor: the merge of ``actmat``, whose maps stay where none is solved, and whose system says in which directions
-            of the input a map stays nearer to W_n.
-        tasks: the token ids of each expert's calibration samples, and last of the base model's if it has a task.
-        partial: where the layers are written; what is finished there is not computed again.
-        token_weights: those [S] of every sample, task after task; by default all are 1.
-        ridge: how strongly the solution is drawn towards W_n; None to choose it by left-out samples.
-        head: the output head, by the model's names; None if it stays the anchor's.
-        ranks: the processes that share the batches.
-        progress: told the stage, and how many of this process's samples have passed it.
-
-    Raises:
-        SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
-    """
-    ranks = ranks or Ranks()
-    token_weights = token_weights or [torch.ones(len(row)) for task in tasks for row in task]
-    merge = _FeatureMerge(decoder, anchor.models, tasks, ranks, anchor, token_weights, ridge, head, partial.folder)
-    tensors = pass_layers(merge, partial=partial, progress=lambda samples: progress(merge.stage, samples))
-    if ranks.first:
-        partial.finish(None, tensors)
-    ranks.wait()
-
-
-def stages(decoder: Decoder, head: LinearMap | None) -> int:
-    """How many stages a feature merge has: the groups of maps, and the output head."""
-    return sum(len(maps.groups) for maps in groups_by_layer(decoder)) + (head is not None)
 
 
 def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
@@ -149,9 +103,8 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
         decoder, batches, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0, scores=0
     )
     ends = max((models + 1) * edge, models * edge + 4 * memory.NUMBER * head + features)
-    masks = memory.mask_bytes(decoder, batches)  # once more, of the base model's stream
     longest = max(length for _, length in batches)
-    during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + masks + inside
+    during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + inside
     return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
 
 
@@ -172,21 +125,15 @@ def waiting(decoder: Decoder, tokens: int, longest: int = 0) -> int:
     return waiting_bytes(tokens, width, 4 if routed else 2, returned)
 
 
-def layer_shapes(decoder: Decoder, layer: int) -> dict[str, torch.Size]:
-    """The shapes of the tensors that a layer's file holds, by the model's names."""
-    state = decoder.layers[layer].state_dict()
-    return {name: state[key].shape for key, name in decoder.layer_tensors[layer].items()}
-
-
 @dataclass
-class _FeatureMerge(LayerMethod[Tensors]):
-    """Merges one layer after the other, then the output head; see ``feature_merge``."""
+class FeatureMerge(LayerMethod[Tensors]):
+    """Solves every linear map, layer by layer, then the output head; the last task may be the base model's."""
 
-    anchor: ActmatAnchor
-    token_weights: Sequence[torch.Tensor]
-    ridge: float | None
-    head: LinearMap | None
-    folder: Path  # where the matrices of a mixture's experts are while they are solved
+    anchor: ActmatAnchor  # whose maps stay where none is solved
+    token_weights: Sequence[torch.Tensor]  # those [S] of every sample, task after task
+    ridge: float | None  # how strongly the solution is drawn towards W_n; None to choose it by left-out samples
+    head: LinearMap | None  # the output head, by the model's names; None if it stays the anchor's
+    partial: Partial  # where the layers are written; what is finished there is not computed again
 
     def __post_init__(self) -> None:
         self.owners = self.owners_of(self.models)
@@ -198,10 +145,28 @@ class _FeatureMerge(LayerMethod[Tensors]):
             places = {number: place for place, number in enumerate(ordered)}
             self.places += [torch.full((len(row),), places[number]) for number, row in enumerate(samples)]
         self.maps = groups_by_layer(self.decoder)
+
+    @property
+    def stages(self) -> int:
+        """How many stages the merge has: the groups of maps, and the output head."""
+        return sum(len(maps.groups) for maps in self.maps) + (self.head is not None)
+
+    def solve(self, progress: Callable[[str, int], object] = lambda stage, samples: None) -> None:
+        """Write each layer's tensors when it is finished, and then the head's, unless all are there.
+
+        ``progress`` is told the stage, and how many of this process's samples have passed it.
+
+        Raises:
+            SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
+        """
         for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
             loud = numbered or SHARED in unsolved.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
+        tensors = pass_layers(self, partial=self.partial, progress=lambda samples: progress(self.stage, samples))
+        if self.ranks.first:
+            self.partial.finish(None, tensors)
+        self.ranks.wait()
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
         """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""
@@ -223,7 +188,7 @@ class _FeatureMerge(LayerMethod[Tensors]):
                 tasks = [solution.tokens_of(group, task, report) for task in range(len(self.owners))]
                 solution.solve(group.maps, tasks, streams.tokens)
         names = self.decoder.layer_tensors[layer]
-        errors = torch.stack([solution.finish(), self.base_errors(tensors[0], streams)])
+        errors = solution.finish()
         if solution.unsolved:
             LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, ", ".join(solution.unsolved))
         return {
@@ -231,23 +196,6 @@ class _FeatureMerge(LayerMethod[Tensors]):
             LAYER_ERRORS: errors,
             LAYER_RIDGES: torch.tensor(solution.ridges, dtype=torch.float64),
         }
-
-    def base_errors(self, tensors: Tensors, streams: Streams) -> torch.Tensor:
-        """How far the base model's layer is from that of each task's own model, on a batch of each process, [T].
-
-        It is the task's first, with its longest prompts. All batches would take a tenth of the time of a merge.
-        """
-        firsts = {batch.task: number for number, batch in reversed([*enumerate(streams.batches)])}
-        if streams.layer == 0:
-            self.base = Streams(
-                self.decoder, [[self.models[0]] * len(self.tasks)], [streams.batches[n] for n in firsts.values()]
-            )
-        self.base.layer, sums = streams.layer, torch.zeros(2, len(self.tasks), dtype=torch.float64)
-        for at, number in enumerate(firsts.values()):
-            output = self.base.run_layer(0, at, tensors).output
-            add_errors(sums, self.base.batches[at], output, streams.hidden(EXPERT, number))
-        self.ranks.sum(sums)
-        return sums[0] / sums[1]
 
     def regression(
         self,
@@ -274,7 +222,8 @@ class _FeatureMerge(LayerMethod[Tensors]):
 
     def shapes(self, layer: int) -> dict[str, torch.Size]:
         """The shapes of the tensors that the layer's file holds, by the model's names."""
-        return layer_shapes(self.decoder, layer)
+        state = self.decoder.layers[layer].state_dict()
+        return {name: state[key].shape for key, name in self.decoder.layer_tensors[layer].items()}
 
     def repeat_layer(
         self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
@@ -286,7 +235,6 @@ class _FeatureMerge(LayerMethod[Tensors]):
             streams.run_layer(MERGED, number, merged)
             streams.run_layer(EXPERT, number, owners[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
-        self.base_errors(tensors[0], streams)
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
         """The output head's tensors by the model's names, solved without a prior; none if it stays the anchor's."""
@@ -335,14 +283,6 @@ class _FeatureMerge(LayerMethod[Tensors]):
             yield inputs, owner_inputs @ matrix.T, *self.places_and_weights(batch)
 
 
-def add_errors(sums: torch.Tensor, batch: Batch, features: torch.Tensor, owners: torch.Tensor) -> None:
-    """Add a batch's relative errors and their number to its task's in ``sums`` [2, T]; features are [B, S, D]."""
-    features, owners = batch.unpadded(features), batch.unpadded(owners)
-    norms = owners.norm(dim=1)  # zero where an embedding is: such a token has no relative error
-    sums[0, batch.task] += float(((features - owners).norm(dim=1) / norms)[norms > 0].sum())
-    sums[1, batch.task] += int((norms > 0).sum())
-
-
 class _Layer:
     """One layer of a merge in the making, between two streams: the merged model's, and that of each task's own model.
 
@@ -357,13 +297,13 @@ class _Layer:
         streams: what waits before this layer.
     """
 
-    def __init__(self, merge: _FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
+    def __init__(self, merge: FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
         self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
         self.base, self.owners = tensors[0], merge.owners_of(tensors)
         anchor = merge.anchor.of(merge.decoder.layer_tensors[layer], tensors)
         # The matrices of a mixture's experts that are read when they are used: written one by one.
         stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
-        self.stacks = {key: in_a_file(stack, merge.folder) for key, stack in stacks.items()}
+        self.stacks = {key: in_a_file(stack, merge.partial.folder) for key, stack in stacks.items()}
         # The layer's tensors; the anchor's where nothing is solved yet, or ever.
         self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
         self.ridges: list[float] = []  # that groups were solved with
@@ -380,7 +320,11 @@ class _Layer:
         for number, batch in enumerate(self.streams.batches):
             if not self.maps.groups:  # whose last has run the owner's layer to its end
                 self._run(EXPERT, number)
-            add_errors(sums, batch, self._run(MERGED, number).output, self.streams.hidden(EXPERT, number))
+            both = self._run(MERGED, number).output, self.streams.hidden(EXPERT, number)
+            features, owners = map(batch.unpadded, both)
+            norms = owners.norm(dim=1)  # zero where an embedding is: such a token has no relative error
+            sums[0, batch.task] += float(((features - owners).norm(dim=1) / norms)[norms > 0].sum())
+            sums[1, batch.task] += int((norms > 0).sum())
         self.merge.ranks.sum(sums)
         return sums[0] / sums[1]
 

@@ -16,7 +16,7 @@ from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.merge import LAYER_ERRORS, LAYER_RIDGES, feature_merge, layer_shapes, stages
+from mergekit_slta.featcal.merge import LAYER_ERRORS, LAYER_RIDGES, FeatureMerge
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
@@ -24,7 +24,6 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import require_calibration
 from mergekit_slta.recipe.settings import FeatcalSettings
 
 LOG = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ LOG = logging.getLogger(__name__)
 # Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
-FORMAT = 22  # changes with the folder's content and with the way that layers are solved
+FORMAT = 23  # changes with the folder's content and with the way that layers are solved
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -41,13 +40,9 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     Raises:
         SltaError: something about models or data is wrong, or memory does not suffice.
     """
-    require_calibration(experiment.recipe)
-    require_solvable(experiment)
-    decoder = on_device(experiment.decoder, experiment.device)
+    decoder, ranks = on_device(experiment.decoder, experiment.device), experiment.ranks
     data = experiment.load_data(experiment.recipe.tasks)
-    tasks = [samples.token_ids for samples in data]
-    weights = token_weights(data)
-    head, models = head_to_solve(experiment), experiment.checkpoints
+    weights, head = token_weights(data), head_to_solve(experiment)
     run = experiment.identity(
         data,
         format=FORMAT,
@@ -56,24 +51,18 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         ridge=settings.ridge,
         head=head is not None,
     )
-    partial.begin(run, experiment.ranks, replace=True, quiet=experiment.quiet)
-    complete = len(partial.finished([layer_shapes(decoder, layer) for layer in range(len(decoder))])) > len(decoder)
-    experiment.ranks.require_equal(complete, partial.folder)
+    partial.begin(run, ranks, replace=True, quiet=experiment.quiet)
+    models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
+    anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
+    ridge = None if settings.ridge == "auto" else settings.ridge
+    merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head, partial)
+    complete = len(partial.finished([merge.shapes(layer) for layer in range(len(decoder))])) > len(decoder)
+    ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)
-        total = stages(decoder, head) * samples_here(decoder, tasks, experiment.ranks)
+        total = merge.stages * samples_here(decoder, token_ids, ranks)
         with progress_bar("Solving", models, total, experiment.quiet) as progress:
-            feature_merge(
-                decoder,
-                ActmatAnchor(models, decoder, experiment.recipe.keep_weight),
-                tasks,
-                partial,
-                token_weights=weights,
-                ridge=None if settings.ridge == "auto" else settings.ridge,
-                head=head,
-                ranks=experiment.ranks,
-                progress=progress,
-            )
+            merge.solve(progress)
     return SolvedModel(decoder, partial, experiment.layout)
 
 
@@ -125,13 +114,11 @@ class SolvedModel:
     Args:
         decoder: the model's decoder.
         partial: the folder with the solved layers.
-        layout: how the base model's checkpoint cuts the model into tensors; by default as the model itself.
+        layout: how the base model's checkpoint cuts the model into tensors.
     """
 
-    def __init__(self, decoder: Decoder, partial: Partial, layout: Layout | None = None) -> None:
-        self.decoder = decoder
-        self.layout = layout or Layout(decoder.model, decoder.model.state_dict())
-        self._partial = partial
+    def __init__(self, decoder: Decoder, partial: Partial, layout: Layout) -> None:
+        self.decoder, self.layout, self._partial = decoder, layout, partial
         layers = ((layer, decoder.layer_tensors[layer]) for layer in range(len(decoder)))
         self._layers = {name: layer for layer, names in layers for name in names.values()}
 
@@ -162,10 +149,9 @@ class SolvedModel:
         return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
     def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
-        """The errors [layers, 2, tasks] of the merged and the base model's layer outputs, and each layer's ridges.
+        """The errors [layers, tasks] of the merged model's layer outputs, and each layer's ridges.
 
-        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's; of the
-        base model, over those of each process's first batch.
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
         """
         errors, ridges = [], []
         for layer in range(len(self.decoder)):

@@ -182,7 +182,7 @@ class FeatcalMerge(Merge):
         errors, ridges = solved.measured()
         tasks = [(published_name(task.reference), task.samples) for task in experiment.recipe.tasks]
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
-        distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1, 0].tolist(), strict=False)]
+        distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.result = (
             "Distance between the features of the merge and of each model after the last layer, on that model's "
             f"prompts (lower is better): {', '.join(distances)}."

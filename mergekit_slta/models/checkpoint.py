@@ -290,3 +290,6 @@ class Blend:
         """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""
         base, *experts = tensors
         return blend(base, experts, self._alpha)
+
+
+Source = Checkpoint | Blend  # what a stream of hidden states begins with: a model, or a merge in the making

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress
-from mergekit_slta.engine.streams import Source, Streams, read_edges
+from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.levels import Parts
-from mergekit_slta.models.checkpoint import Blend, Tensors, blend
+from mergekit_slta.models.checkpoint import Blend, Source, Tensors, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 from mergekit_slta.slta.submodules import submodules
 

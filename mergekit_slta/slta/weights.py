@@ -24,7 +24,7 @@ class TensorWeights:
     one weight. The towers of a multimodal model always stay, and what the model does not run, such as a head for
     multi-token prediction.
 
-    ``layout`` says how a checkpoint, or mergekit's plan, cuts the model into tensors; by default as the model itself.
+    ``layout`` says how a checkpoint, or mergekit's plan, cuts the model into tensors.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class TensorWeights:
         decoder: Decoder,
         level: str,
         solutions: Mapping[str, SubmoduleSolution],
-        layout: Layout | None = None,
+        layout: Layout,
     ) -> None:
         self.decoder = decoder
-        self.layout = layout or Layout(decoder.model, decoder.model.state_dict())
+        self.layout = layout
         self.level = level
         self.solutions = solutions
         self._none = torch.zeros_like(next(iter(solutions.values())).alpha)  # of tensors that stay the base model's

@@ -19,7 +19,7 @@ from support.merging import same_tensors
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import solution as module
+from mergekit_slta.featcal import merge
 from mergekit_slta.featcal.solution import ANSWER_WEIGHT as W
 from mergekit_slta.featcal.solution import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
@@ -48,8 +48,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """What counts the feature merges that are computed."""
-    counting = mock.Mock(wraps=module.feature_merge)
-    monkeypatch.setattr(module, "feature_merge", counting)
+    counting = mock.Mock(wraps=merge.pass_layers)
+    monkeypatch.setattr(merge, "pass_layers", counting)
     return counting
 
 

@@ -100,6 +100,7 @@ def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_pa
     assert unsolved["mlp.experts.0"] == "in a module that receives only some of the tokens"
     assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}
     task = torch.tensor([0] * 4 + [1] * 4)
-    weights = TensorWeights(decoder, "linear", {name: solve(grams, task) for name, grams in together.items()})
+    solved = {name: solve(grams, task) for name, grams in together.items()}
+    weights = TensorWeights(decoder, "linear", solved, families.own_layout(decoder))
     name = "model.layers.1.mlp.experts"
     assert torch.equal(weights[f"{name}.0.weight"], weights["model.layers.1.self_attn.q_proj.weight"])

@@ -132,7 +132,8 @@ def assert_reproduced(planned: Sequence[PlannedTensor], layers: int) -> list[Any
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)
 def test_mergekit_gives_every_tensor_its_weights(architecture: str, level: str) -> None:
     decoder = skeleton(architecture)
-    weights = TensorWeights(decoder, level, synthetic.solutions(synthetic.random_alpha(decoder, level)))
+    solved = synthetic.solutions(synthetic.random_alpha(decoder, level))
+    weights = TensorWeights(decoder, level, solved, families.own_layout(decoder))
     try:
         planned = planned_tensors(decoder.model.config, weights)
     except SltaError as refusal:

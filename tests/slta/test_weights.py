@@ -35,7 +35,7 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
     alpha = random_alpha(decoder, level)
     state = model.state_dict(keep_vars=True)
     places = {id(tensor): [name for name in state if state[name] is tensor] for tensor in state.values()}
-    weights = TensorWeights(decoder, level, solutions(alpha))
+    weights = TensorWeights(decoder, level, solutions(alpha), families.own_layout(decoder))
     for name, tensor in state.items():
         found = weights[name]
         found = found.view(EXPERTS, *found.shape[1:], *[1] * (tensor.ndim + 1 - found.ndim))
@@ -52,7 +52,7 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
 def test_layer_1_is_not_layer_11() -> None:
     decoder = families.skeleton("llama", num_hidden_layers=12)
     alpha = random_alpha(decoder, "layer")
-    weights = TensorWeights(decoder, "layer", solutions(alpha))
+    weights = TensorWeights(decoder, "layer", solutions(alpha), families.own_layout(decoder))
     for layer in (1, 10, 11):
         assert weights[f"model.layers.{layer}.mlp.up_proj.weight"] is alpha[f"layer.{layer}"]
 

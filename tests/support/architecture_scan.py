@@ -365,7 +365,8 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
 def _weighted(family: Family, level: str, states: list[State], statistics: Path) -> Callable[[str], torch.Tensor]:
     """The tensors of an ``slta`` merge, by the model's names, from its statistics."""
     solution = Statistics.load(statistics).solve(level)
-    weights = TensorWeights(trace(family.config), level, solution.submodules)
+    decoder = trace(family.config)
+    weights = TensorWeights(decoder, level, solution.submodules, families.own_layout(decoder))
     base, *experts = states
     return lambda name: weighted_sum(base[name], list(zip((own[name] for own in experts), weights[name], strict=True)))
 

@@ -30,12 +30,13 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.merge import feature_merge as solve_features
+from mergekit_slta.featcal.merge import FeatureMerge
 from mergekit_slta.featcal.solution import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace, trace_model
 from mergekit_slta.models.checkpoint import Checkpoint
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.calibrate import calibrate
@@ -546,17 +547,25 @@ def feature_merge(
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
 
-    ``arguments`` are those of ``feature_merge``; the ridge is 0.1 by default.
+    ``arguments`` are further ones of ``FeatureMerge``; the ridge is 0.1 by default.
     """
     models = checkpoints(family.folders)
     decoder, partial = trace(family.config, device=device), Partial(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
     anchor = ActmatAnchor(models, decoder, keep_weight)
-    arguments = {"ridge": 0.1, "head": None if decoder.tail_problem else decoder.head} | arguments
+    tasks = tasks or family.token_ids()
+    weights = [torch.ones(len(row)) for samples in tasks for row in samples]
+    head = None if decoder.tail_problem else decoder.head
+    arguments = {"ridge": 0.1, "head": head, "token_weights": weights} | arguments
     with batches_of(batch_tokens):
-        solve_features(decoder, anchor, tasks or family.token_ids(), partial, **arguments)
-    return SolvedModel(decoder, partial)
+        FeatureMerge(decoder, models, tasks, Ranks(), anchor, partial=partial, **arguments).solve()
+    return SolvedModel(decoder, partial, own_layout(decoder))
+
+
+def own_layout(decoder: Decoder) -> Layout:
+    """A checkpoint that stores the model's own tensors."""
+    return Layout(decoder.model, decoder.model.state_dict())
 
 
 def solved_in_layers(decoder: Decoder) -> set[str]:
