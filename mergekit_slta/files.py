@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import importlib.metadata
 import json
@@ -44,32 +43,13 @@ def new_file(path: str | os.PathLike[str], extension: str) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write to, and move it to ``path`` afterwards, so that no reader sees half a file.
-
-    Files that killed writers have left beside ``path`` are removed first.
-    """
-    prefix = f".{path.name}.{platform.node()}."
-    for file in path.parent.glob(f"{glob.escape(prefix)}*"):
-        if not _is_running(file.name.removeprefix(prefix)):
-            file.unlink(missing_ok=True)
-    beside = path.with_name(f"{prefix}{os.getpid()}")
+    """Yield a path beside ``path`` to write to, and move it there afterwards, so that no reader sees half a file."""
+    beside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield beside
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def _is_running(process: str) -> bool:
-    """Whether a process of this machine still runs; assumed on Windows, where asking would end the process."""
-    if os.name == "posix" and process.isdecimal():
-        try:
-            os.kill(int(process), 0)
-        except ProcessLookupError:
-            return False
-        except (OSError, OverflowError):  # another user's process, or not a process number
-            pass
-    return True
 
 
 def digest(content: object) -> str:

@@ -25,7 +25,7 @@ from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.recipe.settings import SETTINGS
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.statistics_file import PUBLISHED_PREFIX, resolve_statistics
-from mergekit_slta.words import as_score, listed
+from mergekit_slta.words import as_score
 
 CARD = "README.md"
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
@@ -91,9 +91,6 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         f"Merged with [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
         _model_table(recipe, made, solution),
     ]
-    if made.uncorrected:
-        layers = listed(map(str, made.uncorrected))
-        paragraphs.append(f"No map corrects what earlier layers have missed in the layers {layers}.")
     if solution is not None:
         paragraphs.append(f"{printable(solution.verdict())} The share says little about accuracy.")
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]

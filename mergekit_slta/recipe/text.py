@@ -38,7 +38,6 @@ from mergekit_slta.words import enumerated
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 SHORTEST_TEMPLATE = 20  # mergekit takes a shorter text for a name
 OF_MODEL = "the parameters of "
-MOST_VALUES = 100_000  # of a recipe; a few lines of anchors can stand for billions
 # Parameters of other methods, in recipes that are changed into one for a method of ours, which needs nothing for them.
 OF_OTHERS = ("density", "epsilon", "gamma", "int8_mask", "lambda", "normalize", "rescale", "select_topk")
 
@@ -84,30 +83,7 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
 
 
 class Loader(yaml.SafeLoader):
-    """Reads YAML, but refuses what its base class takes: keys given twice, anchors without end, and NUL in a text."""
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        if "\0" in node.value:
-            raise yaml.MarkedYAMLError(problem="the character NUL, which no name has", problem_mark=node.start_mark)
-        return super().construct_scalar(node)
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        try:
-            size = self._size(node, {})
-        except RecursionError:
-            size = MOST_VALUES + 1
-        if size > MOST_VALUES:
-            problem = f"its anchors stand for more than {MOST_VALUES:,} values"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return super().construct_document(node)
-
-    def _size(self, node: yaml.Node, sizes: dict[int, int]) -> int:
-        """How many values a node stands for, with each anchor's content counted wherever it is named."""
-        if id(node) not in sizes:
-            parts = node.value if isinstance(node, yaml.CollectionNode) else []
-            parts = [part for entry in parts for part in (entry if isinstance(entry, tuple) else [entry])]
-            sizes[id(node)] = 1 + sum(self._size(part, sizes) for part in parts)
-        return sizes[id(node)]
+    """Reads YAML, but refuses keys given twice, which its base class takes."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -157,7 +133,7 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
             yield f"{other} is {which} {model}: spell it the same way, or leave it out."
 
 
-def ignored(config: MergeConfiguration, settings: type[MethodSettings]) -> Iterator[str]:
+def ignored(config: MergeConfiguration, settings: MethodSettings) -> Iterator[str]:
     """The base model's prompts or weight in a recipe for a method without data, as a note."""
     parameters = base_parameters(config) if not settings.runs_models else {}
     if parameters:

@@ -1,7 +1,6 @@
 """Recipes as text: what they name, and what is wrong with their parameters; no model is there."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,20 +191,6 @@ def test_a_recipe_of_ties_gets_a_sentence_for_each_parameter_and_one_for_the_pro
         "int8_mask",
         "density",
     ]
-
-
-@pytest.mark.parametrize("levels", [9, 2000])
-def test_anchors_that_stand_for_too_much_are_refused_before_they_are_read(levels: int) -> None:
-    anchors = [f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]" for number in range(1, levels)]
-    text = "\n".join(["a0: &a0 [x]", *anchors, f"merge_method: *a{levels - 1}"])
-    for recipe in (text, "merge_method: &a [*a]"):
-        problem, *_ = said(partial(Recipe.parse, recipe, "r.yml"))
-        assert problem.startswith("r.yml is not valid YAML: its anchors stand for more than 100,000 values, in line 1")
-
-
-def test_no_name_in_a_recipe_holds_a_nul() -> None:
-    problem, *_ = said(partial(Recipe.parse, 'base_model: "a\\0b"', "r.yml"))
-    assert problem == "r.yml is not valid YAML: the character NUL, which no name has, in line 1:"
 
 
 def test_actmat_reads_the_older_name_of_its_lambda() -> None:
