@@ -31,7 +31,6 @@ BRANCHES = ("attn", "mlp")
 
 
 def require_levels(levels: Iterable[str]) -> None:
-    """Refuse what is no level."""
     for level in levels:
         if level not in LEVELS:
             raise SltaError(f"'{level}' is not one of {', '.join(LEVELS)}.")
@@ -65,7 +64,6 @@ def submodule_name(layer: int, part: str = "") -> str:
 
 
 def head_part(head: int) -> str:
-    """An attention head as a part of its layer."""
     return f"head.{head}"
 
 

@@ -33,11 +33,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def possessive(name: str) -> str:
-    """A name's possessive form, as in "math's" and "words'"."""
-    return f"{name}'{'s' * (not name.endswith('s'))}"
-
-
 def kind_name(kind: str) -> str:
     """The name of a kind of submodule on a page."""
     return {"attn": "attention", "mlp": "MLP"}.get(kind, kind)

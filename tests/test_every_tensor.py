@@ -25,7 +25,7 @@ from support.merging import State, by_reference, fuse_experts, load, merged, sol
 from support.slow import slow_but
 from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
-from mergekit_slta.layers.roles import Role
+from mergekit_slta.layers.maps import Role
 from mergekit_slta.slta.statistics import Statistics
 
 METHODS = ("slta", "featcal", "actmat", "sftm")

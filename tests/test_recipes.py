@@ -55,7 +55,7 @@ def test_a_recipe_is_sound(path: Path) -> None:
     without = str(recipe.base) in WITHOUT_CHAT_TEMPLATE
     assert without == (recipe.tokenizer_owner in [expert.reference for expert in recipe.experts])
     assert without == bool(recipe.config.chat_template)
-    if recipe.method.runs_models:
+    if recipe.settings.runs_models:
         settings = recipe.settings
         require_calibration(recipe, statistics=isinstance(settings, SltaSettings) and bool(settings.statistics))
         for task in recipe.tasks:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mergekit_slta.layers.roles import Role
+from mergekit_slta.layers.maps import Role
 from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse, with_ridge
 
 # With the method's ridge, float32 moves τ by 1e-5 of its norm. It moves what τ minimizes by 1e-9, 1e-7, 1e-5, 1e-3 and

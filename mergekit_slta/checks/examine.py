@@ -126,8 +126,8 @@ def examine(
         partial(require_device, experiment.device),
         partial(space.folders, recipe.settings, out),
     ]
-    all_of([*checks, partial(_data, experiment, unwritten)] if recipe.method.runs_models else checks)
-    notes = [*ignored(recipe.config, recipe.method), *_notes(experiment, merging)]
+    all_of([*checks, partial(_data, experiment, unwritten)] if recipe.settings.runs_models else checks)
+    notes = [*ignored(recipe.config, recipe.settings), *_notes(experiment, merging)]
     experiment.sources.clear()  # from now on memory is for models
     return notes
 
@@ -171,7 +171,7 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
     """Check a recipe for a measurement and download its models; all processes wait until each has checked it."""
     with (ranks or Ranks()).one_refusal():
         experiment = Experiment(recipe, ranks=ranks, **options)
-        experiment.recipe.method_of(CalibrationSettings)  # for another method there is nothing to measure
+        experiment.recipe.settings_class(CalibrationSettings)  # for another method there is nothing to measure
         examine(experiment, merging=False)
     experiment.open()
     return experiment

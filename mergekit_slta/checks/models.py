@@ -89,7 +89,7 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
 def same_family(experiment: Experiment, reference: ModelReference) -> None:
     """Refuse an expert that was not fine-tuned from the base model, by its architecture, sizes and shapes."""
     base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
-    if experiment.recipe.method.runs_models or not experiment.options.allow_crimes:
+    if experiment.recipe.settings.runs_models or not experiment.options.allow_crimes:
         _same_architecture(base, expert)
     sizes = [(name, expert.size(name), base.size(name)) for name in SAME_SIZES]
     # A configuration may leave a default size out.

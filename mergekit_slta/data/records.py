@@ -174,7 +174,6 @@ def _plain_text(value: Any, what: str) -> str:
 
 
 def is_turns(value: Any) -> bool:
-    """Whether the value of a field is a conversation."""
     turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
     return any(str(turn.get("role", turn.get("from"))).lower() in ROLES for turn in turns)
 
@@ -420,7 +419,6 @@ def _left_out(turns: Turns, tools: Any, text: str) -> list[str]:
 
 
 def _functions(turns: Turns) -> list[dict[str, Any]]:
-    """The functions that the turns call."""
     return [call["function"] for turn in turns for call in turn.get("tool_calls", [])]
 
 

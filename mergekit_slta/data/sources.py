@@ -99,7 +99,6 @@ class CalibrationSource:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the base or merged model."""
         return self.load_tokenizer()
 
     def draw(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import click
 import torch
@@ -31,7 +31,6 @@ from tqdm import tqdm
 
 from mergekit_slta.engine.memory import layer_bytes, return_freed_memory, states_bytes
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.precision import exact_products
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import (
     Streams,
@@ -93,6 +92,32 @@ class LayerMethod(ABC, Generic[Result]):
     @abstractmethod
     def finish(self, streams: Streams, report: Progress) -> Result:
         """The result, with the hidden states after the last layer at hand."""
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Compute float32 products and convolutions exactly while the block runs: small changes of features need it.
+
+    Torch rounds no factors to TF32, as it does on a GPU in convolutions by default and in products on demand, nor to
+    bfloat16, as it does on a CPU on demand.
+    """
+    backends: Any = torch.backends
+    cuda, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
+    with contextlib.ExitStack() as changed:
+
+        def change(owner: Any, name: str, value: object) -> None:
+            changed.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        with contextlib.suppress(RuntimeError):  # it was set by torch's newer interface, which refuses to be mixed
+            change(cudnn, "allow_tf32", False)
+        if not hasattr(cuda, "fp32_precision"):  # a torch without the newer interface
+            change(cuda, "allow_tf32", False)
+        else:
+            for owner in (cuda, cudnn.conv, mkldnn.matmul, mkldnn.conv):
+                if owner.fp32_precision in ("tf32", "bf16"):  # perhaps from a setting for all backends
+                    change(owner, "fp32_precision", "ieee")
+        yield
 
 
 @torch.no_grad()
@@ -171,7 +196,7 @@ def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, r
             else:
                 tensors = method.take_layer(layer, next(read), streams, report)
                 if partial is not None and ranks.first:
-                    partial.finish(layer, tensors)
+                    partial.write(layer, tensors)
             streams.layer += 1
     return method.finish(streams, report)
 

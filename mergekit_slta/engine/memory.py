@@ -43,7 +43,6 @@ def return_freed_memory() -> None:
 
 
 def hidden_size(decoder: Decoder) -> int:
-    """The width of the hidden states."""
     return int(decoder.model.config.get_text_config().hidden_size)
 
 

@@ -126,10 +126,9 @@ class Partial:
         return {layer for layer, of_layer in wanted.items() if _holds(self.file(layer), of_layer)}
 
     def load(self, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors of a finished layer."""
         return load_file(self.file(layer))
 
-    def finish(self, layer: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def write(self, layer: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the ``file`` of a layer, which finishes it, or the last one."""
         with _written(self.file(layer)) as beside:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, beside)

@@ -71,7 +71,6 @@ class TaskComparison:
     points: dict[str, list[float]] = field(default_factory=dict)
 
     def mean(self, model: str) -> float:
-        """The mean of a model's points."""
         return fmean(self.points[model])
 
 
@@ -293,7 +292,7 @@ def _calibrated(folders: Iterable[Path]) -> Iterator[Recipe]:
     for folder in folders:
         with contextlib.suppress(SltaError):  # without a recipe, or one of another program
             recipe = Recipe.load(folder / RECIPE_OF_MERGE)
-            if recipe.method.runs_models and recipe.tasks:
+            if recipe.settings.runs_models and recipe.tasks:
                 yield recipe
 
 

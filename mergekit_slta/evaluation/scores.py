@@ -43,7 +43,6 @@ class Sample(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens are predicted."""
         return self.end - self.begin
 
     @property

@@ -13,8 +13,7 @@ import torch
 
 from mergekit_slta.actmat.covariance import covariance, merged_task
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import LinearMap
-from mergekit_slta.layers.roles import MAPS, Role, tensor_roles
+from mergekit_slta.layers.maps import MAPS, LinearMap, Role, tensor_roles
 from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors
 from mergekit_slta.numerics.symmetric import with_ridge
 from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
@@ -54,13 +53,13 @@ class ActmatAnchor(Blend):
         }
         return {**tensors[0], **super().of(names, others), **solved}
 
-    def _merged(self, name: str, models: Sequence[torch.Tensor], expert: int | None = None) -> torch.Tensor:
+    def _merged(self, name: str, models: Sequence[torch.Tensor], mixture_expert: int | None = None) -> torch.Tensor:
         """A map's tensor, or the part of a mixture's expert, from the solutions of its stored matrices.
 
         The experts of a mixture are solved one by one, because a GPU may not hold them all.
         """
-        base, pieces = models[0], self._layout.pieces_of(name, expert)
-        if expert is None and base.ndim > 2 and self._layout.in_parts(name):
+        base, pieces = models[0], self._layout.pieces_of(name, mixture_expert)
+        if mixture_expert is None and base.ndim > 2 and self._layout.in_parts(name):
 
             def part(number: int) -> torch.Tensor:
                 return self._merged(name, [model[number] for model in models], number)
@@ -74,12 +73,12 @@ class ActmatAnchor(Blend):
         def solved(piece: str) -> torch.Tensor:
             return self._solved(Role.LINEAR, [self._layout.restore(piece, lambda *_: tensor) for tensor in models])  # noqa: B023
 
-        return self._layout.read(name, solved, expert)
+        return self._layout.read(name, solved, mixture_expert)
 
     def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
         base, *experts = models
-        tasks = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
-        return base + merged_task(role, tasks, self._ridge, self.counts).to(base.dtype)
+        task_vectors = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
+        return base + merged_task(role, task_vectors, self._ridge, self.counts).to(base.dtype)
 
     def prior(self, maps: Sequence[LinearMap], base: Tensors, owners: Sequence[Tensors]) -> torch.Tensor | None:
         """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
@@ -92,7 +91,7 @@ class ActmatAnchor(Blend):
             P, or None where no expert has changed a map.
         """
         changes = ([m.matrix(owner) - m.matrix(base) for owner in owners if owner is not base] for m in maps)
-        total = sum(sum(map(covariance, tasks)) for tasks in changes)
+        total = sum(sum(map(covariance, task_matrices)) for task_matrices in changes)
         if not isinstance(total, torch.Tensor) or not total.any():
             return None
         system = with_ridge(total, self._ridge)

@@ -34,7 +34,6 @@ class MapGroup:
 
     @property
     def modules(self) -> list[str]:
-        """The paths of the modules that hold the maps."""
         return list(dict.fromkeys(linear_map.module for linear_map in self.maps))
 
     def __str__(self) -> str:
@@ -123,13 +122,13 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
     inputs = run.inputs[module]
     rows, columns = maps[0].matrix(layer.state_dict()).shape
     experts = {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
-    if maps[0].expert is None and rows in experts:  # one row for each expert of a mixture beside it
+    if maps[0].mixture_expert is None and rows in experts:  # one row for each expert of a mixture beside it
         return "that choose a mixture's routed experts"
     if run.repeated & {child, module}:
         return "called more than once"
     tokens = run.output.shape[:2]
     if is_fused(layer.get_submodule(module)):
-        return "" if _tells_routes(inputs, len({m.expert for m in maps}), tokens.numel()) else NO_ROUTES
+        return "" if _tells_routes(inputs, len({m.mixture_expert for m in maps}), tokens.numel()) else NO_ROUTES
     returned = run.outputs[module]
     if not isinstance(inputs[0], torch.Tensor) or not isinstance(returned, torch.Tensor):
         return "in a module that does more than multiply"

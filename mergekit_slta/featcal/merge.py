@@ -64,7 +64,7 @@ from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_
 from mergekit_slta.models.checkpoint import ExpertStack, Source, Tensors, stack_of
 
 LOG = logging.getLogger(__name__)
-MERGED, EXPERT = range(2)  # the streams
+MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's own model
 
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
 # larger, each in the directions of its own task.
@@ -165,7 +165,7 @@ class FeatureMerge(LayerMethod[Tensors]):
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
         tensors = pass_layers(self, partial=self.partial, progress=lambda samples: progress(self.stage, samples))
         if self.ranks.first:
-            self.partial.finish(None, tensors)
+            self.partial.write(None, tensors)
         self.ranks.wait()
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
@@ -179,28 +179,28 @@ class FeatureMerge(LayerMethod[Tensors]):
 
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
-        solution = _Layer(self, layer, tensors, streams)
+        merging = _Layer(self, layer, tensors, streams)
         for group in self.maps[layer].groups:
             self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
             if group.fused:
-                solution.solve_routed(group, report)
+                merging.solve_routed(group, report)
             else:
-                tasks = [solution.tokens_of(group, task, report) for task in range(len(self.owners))]
-                solution.solve(group.maps, tasks, streams.tokens)
+                tokens_by_task = [merging.tokens_of(group, task, report) for task in range(len(self.owners))]
+                merging.solve(group.maps, tokens_by_task, streams.tokens)
         names = self.decoder.layer_tensors[layer]
-        errors = solution.finish()
-        if solution.unsolved:
-            LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, ", ".join(solution.unsolved))
+        errors = merging.run_to_end()
+        if merging.unsolved:
+            LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, ", ".join(merging.unsolved))
         return {
-            **{names[key]: tensor for key, tensor in {**solution.merged, **solution.stacks}.items()},
+            **{names[key]: tensor for key, tensor in {**merging.merged, **merging.stacks}.items()},
             LAYER_ERRORS: errors,
-            LAYER_RIDGES: torch.tensor(solution.ridges, dtype=torch.float64),
+            LAYER_RIDGES: torch.tensor(merging.ridges, dtype=torch.float64),
         }
 
     def regression(
         self,
         near: torch.Tensor,
-        tasks: Iterable[Iterable[Tokens]],
+        tokens_by_task: Iterable[Iterable[Tokens]],
         ridge: float | None,
         expected: int,
         prior: torch.Tensor | None = None,
@@ -210,8 +210,8 @@ class FeatureMerge(LayerMethod[Tensors]):
         ``expected`` is how many they are; ``prior`` is that of ``RidgeRegression``.
         """
         regression = RidgeRegression(near, ridge, prior=prior, tokens=expected, ranks=self.ranks)
-        for task, count in zip(tasks, self.anchor.counts, strict=True):
-            for tokens in task:
+        for of_task, count in zip(tokens_by_task, self.anchor.counts, strict=True):
+            for tokens in of_task:
                 regression.add(*tokens)
             regression.finish_task(count)
         return regression
@@ -229,11 +229,13 @@ class FeatureMerge(LayerMethod[Tensors]):
         self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
-        names, owners = self.decoder.layer_tensors[layer], self.owners_of(tensors)
-        merged = {key: _placed(stored[name], tensors[0][key]) for key, name in names.items()}
+        base, owners, merged = tensors[0], self.owners_of(tensors), dict[str, torch.Tensor]()
+        for key, name in self.decoder.layer_tensors[layer].items():
+            routed, device = isinstance(base[key], ExpertStack), base[key].device  # routed: read expert by expert
+            merged[key] = stack_of(stored[name], device) if routed else stored[name].to(device)
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
-            streams.run_layer(EXPERT, number, owners[batch.task])
+            streams.run_layer(OWNER, number, owners[batch.task])
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
@@ -252,11 +254,11 @@ class FeatureMerge(LayerMethod[Tensors]):
         step, samples = max(1, HEAD_ELEMENTS // columns), sum(len(batch.rows) for batch in streams.batches)
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            tasks = (
+            tokens_by_task = (
                 self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams)
                 for task, (tensors, owner_tail) in enumerate(owned)
             )
-            change = self.regression(matrix[part], tasks, ridge, streams.tokens).solve()
+            change = self.regression(matrix[part], tokens_by_task, ridge, streams.tokens).solve()
             if change.ridge is None:
                 LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
                 return {}
@@ -278,7 +280,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         for number, batch in streams.batches_of(task):
             inputs, owner_inputs = (
                 batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
-                for stream, tail in zip((MERGED, EXPERT), tails, strict=True)
+                for stream, tail in zip((MERGED, OWNER), tails, strict=True)
             )
             yield inputs, owner_inputs @ matrix.T, *self.places_and_weights(batch)
 
@@ -290,11 +292,7 @@ class _Layer:
     be solved, for its inputs, and the owner's layer as far as the group after that, for what its own maps return. Only
     what lies between maps (norms, the attention's core, activations) is computed twice, unless memory is short.
 
-    Args:
-        merge: the merge.
-        layer: the layer's index.
-        tensors: the layer's, of the base model and of the experts.
-        streams: what waits before this layer.
+    ``tensors`` are the layer's, of the base model and of the experts.
     """
 
     def __init__(self, merge: FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
@@ -314,13 +312,13 @@ class _Layer:
         self._mixtures = {group.module for group in groups if group.fused}
         self._resumable = {name for group in groups for name in (group.child, *group.modules)}
 
-    def finish(self) -> torch.Tensor:
+    def run_to_end(self) -> torch.Tensor:
         """Set the layer's outputs on both streams; returns the mean relative error by task [T]."""
         sums = torch.zeros(2, len(self.owners), dtype=torch.float64)
         for number, batch in enumerate(self.streams.batches):
             if not self.maps.groups:  # whose last has run the owner's layer to its end
-                self._run(EXPERT, number)
-            both = self._run(MERGED, number).output, self.streams.hidden(EXPERT, number)
+                self._run(OWNER, number)
+            both = self._run(MERGED, number).output, self.streams.hidden(OWNER, number)
             features, owners = map(batch.unpadded, both)
             norms = owners.norm(dim=1)  # zero where an embedding is: such a token has no relative error
             sums[0, batch.task] += float(((features - owners).norm(dim=1) / norms)[norms > 0].sum())
@@ -329,58 +327,53 @@ class _Layer:
         return sums[0] / sums[1]
 
     def tokens_of(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
-        """The tokens of a task at maps of one input."""
+        """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
         for number, batch in self.streams.batches_of(task):
-            yield self._tokens_of_batch(number, batch, group)
+            hidden = [self.streams.hidden(stream, number) for stream in (MERGED, OWNER)]
+            merged, owner = self._run(MERGED, number, group), self._run(OWNER, number, group)
+            streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, owner), strict=True)]
+            outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
+            for linear_map in group.maps:
+                output = batch.unpadded(owner.outputs[linear_map.module])
+                if (writer := self.maps.writers.get(linear_map.module)) is not None:
+                    drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
+                    if writer.norm is not None:
+                        factors, counts = _before_norm(output, batch.unpadded(owner.outputs[writer.norm]))
+                        token_weights = token_weights.to(counts.device) * counts
+                    if drift is not None:
+                        output = output + DRIFT * factors * batch.unpadded(drift)
+                offset = linear_map.offset(self.owners[task])
+                outputs.append(output if offset is None else output - offset)
+            yield batch.unpadded(merged.inputs[group.module][0]), torch.cat(outputs, 1), places, token_weights
             report(len(batch.rows))
 
-    def _tokens_of_batch(self, number: int, batch: Batch, group: MapGroup) -> Tokens:
-        """Those of a batch, with half of the drift where a map can correct it."""
-        hidden = [self.streams.hidden(stream, number) for stream in (MERGED, EXPERT)]
-        merged, expert = self._run(MERGED, number, group), self._run(EXPERT, number, group)
-        streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, expert), strict=True)]
-        outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
-        for linear_map in group.maps:
-            output = batch.unpadded(expert.outputs[linear_map.module])
-            if (writer := self.maps.writers.get(linear_map.module)) is not None:
-                drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
-                if writer.norm is not None:
-                    factors, counts = _before_norm(output, batch.unpadded(expert.outputs[writer.norm]))
-                    token_weights = token_weights.to(counts.device) * counts
-                if drift is not None:
-                    output = output + DRIFT * factors * batch.unpadded(drift)
-            offset = linear_map.offset(self.owners[batch.task])
-            outputs.append(output if offset is None else output - offset)
-        inputs = batch.unpadded(merged.inputs[group.module][0])
-        return inputs, torch.cat(outputs, 1), places, token_weights
-
-    def _drift(self, writer: Writer, merged: Mapping[str, Any], expert: Mapping[str, Any]) -> torch.Tensor | None:
-        """By how much the expert's residual stream differs from the merged model's where a module writes to it.
+    def _drift(self, writer: Writer, merged: Mapping[str, Any], owner: Mapping[str, Any]) -> torch.Tensor | None:
+        """By how much the owner's residual stream differs from the merged model's where a module writes to it.
 
         Args:
             writer: the module.
-            merged, expert: by the layer's input and the children that have run before the module, what each is in the
-                merged model's layer, and in the expert's.
+            merged, owner: by the layer's input and the children that have run before the module, what each is in the
+                merged model's layer, and in the owner's.
 
         Returns:
             The drift in units of the module's output, or of its norm's [B, S, out]; None where there is nothing to
             correct. In the first layer the embeddings' difference does not count.
         """
         parts = [
-            factor / writer.factor * (hidden_of(expert[source]) - hidden_of(merged[source]))
+            factor / writer.factor * (hidden_of(owner[source]) - hidden_of(merged[source]))
             for source, factor in writer.stream.items()
             if source != INPUT or self.layer
         ]
         return functools.reduce(torch.add, parts) if parts else None
 
-    def solve(self, maps: Sequence[LinearMap], tasks: Iterable[Iterable[Tokens]], expected: int) -> None:
+    def solve(self, maps: Sequence[LinearMap], tokens_by_task: Iterable[Iterable[Tokens]], expected: int) -> None:
         """Put new tensors of maps of one input in place, if there are any."""
-        names, expert = ", ".join(linear_map.name for linear_map in maps), maps[0].expert
+        names, mixture_expert = ", ".join(linear_map.name for linear_map in maps), maps[0].mixture_expert
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
         prior = self.merge.anchor.prior(maps, self.base, self.owners)
-        regression = self.merge.regression(near, tasks, self.merge.ridge, expected, prior)
-        if expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
+        regression = self.merge.regression(near, tokens_by_task, self.merge.ridge, expected, prior)
+        if mixture_expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
             self.unsolved.append(f"{names} ({regression.tokens} tokens)")
             return
         change = regression.solve()
@@ -398,32 +391,32 @@ class _Layer:
             if linear_map.bias is not None and (bias := biases[0]) is not None:
                 solved[linear_map.bias] = change.offset(bias, torch.stack(biases[1:]), rows)  # type: ignore[arg-type]
             for key, tensor in solved.items():
-                if expert is None:
+                if mixture_expert is None:
                     self.merged[key] = tensor
                 else:
-                    self.stacks.get(key, self.merged[key])[expert] = tensor
+                    self.stacks.get(key, self.merged[key])[mixture_expert] = tensor
 
     def solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
-        numbers = sorted({m.expert for m in group.maps if m.expert is not None})
+        numbers = sorted({m.mixture_expert for m in group.maps if m.mixture_expert is not None})
         routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
         for number, batch in enumerate(self.streams.batches):
             positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
-            merged, expert = (
+            merged, of_owner = (
                 routed_inputs(run.inputs[group.module], len(numbers), positions)
-                for run in (self._run(MERGED, number, group), self._run(EXPERT, number, group))
+                for run in (self._run(MERGED, number, group), self._run(OWNER, number, group))
             )
-            both = merged, _at_places_of(merged, expert)
+            both = merged, _at_places_of(merged, of_owner)
             routed.append(tree_map_only(torch.Tensor, self.streams.set_aside, both))
             report(len(batch.rows))
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             if name not in self.stacks:
                 self.merged[name] = self.merged[name].clone()
         module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
-        for index in numbers:
-            first, down = (m for m in group.maps if m.expert == index)
+        for number in numbers:
+            first, down = (m for m in group.maps if m.mixture_expert == number)
             # By task: the merged model's inputs, the task's own model's, and each token's sample and weight.
-            reaching = [list(self._reaching(routed, index, task)) for task in range(len(self.owners))]
+            reaching = [list(self._reaching(routed, number, task)) for task in range(len(self.owners))]
             self._solve_reached(first, reaching)
             hidden = []
             for tokens, owner in zip(reaching, self.owners, strict=True):
@@ -432,25 +425,25 @@ class _Layer:
             self._solve_reached(down, hidden)
 
     def _reaching(
-        self, routed: Sequence[tuple[RoutedInputs, torch.Tensor]], index: int, task: int
+        self, routed: Sequence[tuple[RoutedInputs, torch.Tensor]], mixture_expert: int, task: int
     ) -> Iterator[tuple[torch.Tensor, ...]]:
         """What of a task goes to a mixture's expert: the inputs of both models [n, in], samples and weights [n]."""
         for number, batch in self.streams.batches_of(task):
-            merged, expert = routed[number]
-            reached = (merged.routes == index).any(-1)
-            inputs, expert_inputs, tokens = (
-                part[reached.to(part.device)] for part in (merged.values, expert, merged.tokens.cpu())
+            merged, owner_values = routed[number]
+            reached = (merged.routes == mixture_expert).any(-1)
+            inputs, owner_inputs, tokens = (
+                part[reached.to(part.device)] for part in (merged.values, owner_values, merged.tokens.cpu())
             )
             device, (places, token_weights) = self.merge.decoder.device, self.merge.places_and_weights(batch)
-            yield inputs.to(device), expert_inputs.to(device), places[tokens], token_weights[tokens]
+            yield inputs.to(device), owner_inputs.to(device), places[tokens], token_weights[tokens]
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""
-        tasks = [
+        tokens_by_task = [
             [(x, y @ linear_map.matrix(owner).T, samples, token_weights) for x, y, samples, token_weights in tokens]
             for tokens, owner in zip(reaching, self.owners, strict=True)
         ]
-        self.solve([linear_map], tasks, sum(len(tokens[0]) for task in tasks for tokens in task))
+        self.solve([linear_map], tokens_by_task, sum(len(tokens[0]) for task in tokens_by_task for tokens in task))
 
     def _run(self, stream: int, number: int, group: MapGroup | None = None) -> LayerRun:
         """Run one side on a batch: the merged one as far as a group, the owner's as far as the group after it.
@@ -479,18 +472,13 @@ def _before_norm(inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Ten
     return factors / (squares + NORM_HOLD * usual).clamp_min(torch.finfo(squares.dtype).tiny), usual[:, 0]
 
 
-def _at_places_of(merged: RoutedInputs, expert: RoutedInputs) -> torch.Tensor:
-    """An expert's inputs [m, D] where the merged model has its inputs to the routed experts.
+def _at_places_of(merged: RoutedInputs, owner: RoutedInputs) -> torch.Tensor:
+    """The owner's inputs [m, D] where the merged model has its inputs to the routed experts.
 
-    Where each routed expert has inputs of its own, the task's expert may have none in some of these places, because
+    Where each routed expert has inputs of its own, the owner may have none in some of these places, because
     its own router sends the token elsewhere. The merged model's stand there.
     """
-    index = torch.full((int(max(merged.places.max(), expert.places.max())) + 1,), -1, device=expert.places.device)
-    index[expert.places] = torch.arange(len(expert.places), device=expert.places.device)
+    index = torch.full((int(max(merged.places.max(), owner.places.max())) + 1,), -1, device=owner.places.device)
+    index[owner.places] = torch.arange(len(owner.places), device=owner.places.device)
     at = index[merged.places]
-    return torch.where((at >= 0)[:, None], expert.values[at], merged.values)
-
-
-def _placed(merged: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """A merged tensor where the base model's is: on its device, or a mixture's stack that is read expert by expert."""
-    return stack_of(merged, base.device) if isinstance(base, ExpertStack) else merged.to(base.device)
+    return torch.where((at >= 0)[:, None], owner.values[at], merged.values)

@@ -205,7 +205,6 @@ class RidgeRegression:
         return moments.norm()
 
     def solve(self) -> Change:
-        """Solve for the change."""
         del self._task  # its memory is needed
         total, masses, ridge = self._all, torch.stack(self._masses), self._ridge
         equations: _TokenEquations | _SumEquations
@@ -312,7 +311,6 @@ class _TokenEquations:
 
 
 def _plus(matrix: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """A matrix with a number added on the diagonal."""
     system = matrix.clone()
     system.diagonal().add_(number)
     return system

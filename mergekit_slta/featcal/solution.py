@@ -109,22 +109,16 @@ def _changes_rows(experiment: Experiment) -> bool:
 
 
 class SolvedModel:
-    """The tensors of a finished feature merge.
-
-    Args:
-        decoder: the model's decoder.
-        partial: the folder with the solved layers.
-        layout: how the base model's checkpoint cuts the model into tensors.
-    """
+    """The tensors of a finished feature merge, from its folder, as ``layout`` says that the base model stores them."""
 
     def __init__(self, decoder: Decoder, partial: Partial, layout: Layout) -> None:
         self.decoder, self.layout, self._partial = decoder, layout, partial
         layers = ((layer, decoder.layer_tensors[layer]) for layer in range(len(decoder)))
         self._layers = {name: layer for layer, names in layers for name in names.values()}
 
-    def tensor(self, name: str) -> torch.Tensor | None:
+    def tensor(self, stored: str) -> torch.Tensor | None:
         """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
-        piece = self.layout.pieces.get(name)
+        piece = self.layout.pieces.get(stored)
         if piece is None:
             return None
         with contextlib.ExitStack() as opened:
@@ -137,15 +131,17 @@ class SolvedModel:
             if any(target not in files[target].keys() for target in names):  # noqa: SIM118
                 return None
 
-            def solved(target: str, expert: int | None) -> torch.Tensor:
+            def solved(target: str, mixture_expert: int | None) -> torch.Tensor:
                 target = first.get(target, target)
-                return files[target].get_tensor(target) if expert is None else files[target].get_slice(target)[expert]
+                if mixture_expert is None:
+                    return files[target].get_tensor(target)
+                return files[target].get_slice(target)[mixture_expert]
 
-            return self.layout.restore(name, solved)  # as solved, if the checkpoint stores it as the model has it
+            return self.layout.restore(stored, solved)  # as solved, if the checkpoint stores it as the model has it
 
-    def is_language(self, name: str) -> bool:
+    def is_language(self, stored: str) -> bool:
         """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
-        piece = self.layout.pieces.get(name)
+        piece = self.layout.pieces.get(stored)
         return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
     def measured(self) -> tuple[torch.Tensor, list[list[float]]]:

@@ -24,7 +24,7 @@ from mergekit_slta.actmat.covariance import merged_task
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.solution import SolvedModel, solve_model
-from mergekit_slta.layers.roles import Role, dotted_tails, model_roles, role_by_shape, turned
+from mergekit_slta.layers.maps import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.models.checkpoint import is_finite, weighted_sum
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
@@ -111,7 +111,6 @@ class Method(GroupMergeMethod):
             self._experiment, self._merge = None, self._without_recipe
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
-        """Merge one tensor."""
         of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
         experiment, merge = (self._experiment, self._merge) if of_models else (None, self._without_recipe)
         if experiment is None and not isinstance(merge, DataFreeMerge):

@@ -84,43 +84,44 @@ def run(
         rename(config)
         recipe.config = config  # a program may have changed what it read
         with joined() as ranks, files_named("correct that and run the command again"):
-            _check_and_merge(stock, Experiment(recipe, ranks=ranks, **options), out)
+            _merge(stock, Experiment(recipe, ranks=ranks, **options), out)
 
 
-def _check_and_merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
-    """Check a recipe and merge it into a folder that no other process uses meanwhile; then say what came of it."""
-    folder = Path(out)
+def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
+    """Check a recipe, run its models, and merge them into a folder that no other process uses meanwhile."""
+    folder, recipe, ranks = Path(out), experiment.recipe, experiment.ranks
     # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
-    with experiment.ranks.one_refusal():
+    with ranks.one_refusal():
         notes = examine.examine(experiment, out_path=out)
     for note in notes if not experiment.quiet else ():
         click.echo(as_note(note), err=True)
-    partial = Partial(folder / PARTIAL_OF_MERGE)
-    resumes = experiment.recipe.method.runs_models
-    then = "resumes after the finished layers" if resumes else "starts over"
-    with partial.held(experiment.ranks), interruptible(then):
-        method = METHODS[experiment.recipe.config.merge_method]
-        merge = method.kind()
-        unfinished = _merge(stock, experiment, method, merge, folder, partial)
-    for line in afterword(experiment, merge, out) if experiment.ranks.first and not experiment.quiet else ():
+    partial, method = Partial(folder / PARTIAL_OF_MERGE), METHODS[recipe.config.merge_method]
+    merge, unfinished = method.kind(), list[str]()
+    then = "resumes after the finished layers" if recipe.settings.runs_models else "starts over"
+    with partial.held(ranks), interruptible(then):
+        experiment.open()
+        if experiment.architecture is not None:
+            adapt_loaders(experiment.layout, recipe.base, recipe.references)
+        with ranks.one_refusal():
+            earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None
+            if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
+                click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
+        if ranks.first and (aside := set_aside(experiment, folder)):
+            LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
+        merge.prepare(experiment, partial)
+        if ranks.first:
+            unfinished = _write(stock, experiment, method, merge, folder)
+            partial.remove()
+    for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)
 
 
-def _merge(
-    stock: Callable[..., None], experiment: Experiment, method: Method, merge: Merge, folder: Path, partial: Partial
-) -> list[str]:
-    """Merge into a folder that this process holds; returns a sentence for each thing that the user must do there."""
-    experiment.open()
-    if experiment.architecture is not None:
-        adapt_loaders(experiment.layout, experiment.recipe.base, experiment.recipe.references)
-    with experiment.ranks.one_refusal():
-        _say_differences(experiment, folder)
-    if experiment.ranks.first and (aside := set_aside(experiment, folder)):
-        LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
-    merge.prepare(experiment, partial)
-    if not experiment.ranks.first:
-        return []
+def _write(stock: Callable[..., None], experiment: Experiment, method: Method, merge: Merge, folder: Path) -> list[str]:
+    """Have mergekit write the merged tensors, and add files of the base model, statistics, manifest and card.
+
+    Returns a sentence for each thing that the user must do in the folder.
+    """
     earlier, recipe = entry_files(experiment, folder), experiment.recipe
     bars, total = sys.stderr.isatty(), len(experiment.model(recipe.base).tensors)
     options = experiment.options if bars else experiment.options.model_copy(update={"quiet": True})  # they fill a log
@@ -133,16 +134,6 @@ def _merge(
     LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in experiment.checkpoints:
         model.refuse_changes()
-    unfinished = _finish(experiment, merge, folder, earlier)
-    partial.remove()
-    return unfinished
-
-
-def _finish(experiment: Experiment, merge: Merge, folder: Path, earlier: Mapping[Path, tuple[int, int]]) -> list[str]:
-    """Complete the folder that mergekit has written: files of the base model, statistics, manifest and card.
-
-    ``earlier`` are its ``entry_files`` before that. Returns what ``_merge`` does.
-    """
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
     unchanged = earlier.items() & entry_files(experiment, folder).items()
     stale = {file: file.replace(f"{file}.old") for file, _ in unchanged}
@@ -152,22 +143,14 @@ def _finish(experiment: Experiment, merge: Merge, folder: Path, earlier: Mapping
     if stale:
         names = sorted(str(file.relative_to(folder)) for file in stale)
         LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(names))
-    card.renew_beside(folder, merge.solution, getattr(experiment.recipe.settings, "statistics", ""))
+    card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     manifest.write(manifest.describe(experiment, merge.solution, folder), folder)
     if experiment.options.write_model_card:
         try:
-            text = card.merge_card(folder, experiment.recipe, merge.solution)
-            files.write(folder / card.CARD, text.encode())
+            files.write(folder / card.CARD, card.merge_card(folder, recipe, merge.solution).encode())
         except (SltaError, OSError) as error:  # the model is written: no text of a card may make the merge fail
             LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
     return unfinished
-
-
-def _say_differences(experiment: Experiment, folder: Path) -> None:
-    """Say in what the merge that a folder holds differs from this one, which replaces it."""
-    earlier = manifest.read(folder) if experiment.ranks.first and not experiment.quiet else None
-    if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
-        click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
 
 
 # The words after a merge
@@ -182,6 +165,6 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     yield from map(as_note, endless(experiment))
     copied = Path(out) / RECIPE_OF_MERGE
     if copied.is_file():
-        has_data = experiment.recipe.method.runs_models and all(task.calibration for task in experiment.recipe.tasks)
+        has_data = experiment.recipe.settings.runs_models and all(task.calibration for task in experiment.recipe.tasks)
         command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out]
         yield f"Next: {shlex.join([*command, *experiment.same_options()])}"

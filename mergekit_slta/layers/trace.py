@@ -274,7 +274,9 @@ class _Trial:
         self._decoder, self._layer = decoder, layer
         self._tensors, self._hidden, self._call = made_up_layer(decoder, layer)
         self._other_tensors = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
-        modules = [linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.expert is None]
+        modules = [
+            linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.mixture_expert is None
+        ]
         self.base = self._run(self._tensors, {}, inputs_of=modules, outputs_of=modules)
         self.outputs = {name: output for name, output in self.base.outputs.items() if "." not in name}
         self._values = {INPUT: self._hidden, **self.outputs}

@@ -35,12 +35,12 @@ class Checkpoint:
     def __init__(
         self,
         reference: ModelReference,
-        config: transformers.PretrainedConfig | None = None,
+        config: transformers.PretrainedConfig,
         trust_remote_code: bool = False,
     ) -> None:
         cache = LoaderCache()
         self.reference = reference
-        self.config = config or reference.config(trust_remote_code=trust_remote_code)
+        self.config = config
         self.trust_remote_code = trust_remote_code
         self.bytes_read = 0  # of tensors, in the checkpoint's own type
         self._layout: Layout | None = None
@@ -205,7 +205,6 @@ class ExpertStack(torch.Tensor):
         return made
 
     def whole(self) -> torch.Tensor:
-        """All parts in memory."""
         whole = torch.empty(self.shape, device=self.device)
         for index in range(len(whole)):
             whole[index] = self.part(index)

@@ -52,7 +52,6 @@ class TensorHeader:
 
     @property
     def width(self) -> int:
-        """The bytes of a number."""
         return self.nbytes // max(1, self.count)
 
 

@@ -111,9 +111,9 @@ def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str)
 class Piece:
     """A stored tensor of the model."""
 
-    name: str  # in the checkpoint
+    stored: str  # its name in the checkpoint
     targets: tuple[str, ...]  # the model's names of the tensors that it is a part of, or that are parts of it
-    expert: int | None = None  # of a mixture, whose matrix it is, where a checkpoint has them one by one
+    mixture_expert: int | None = None  # whose matrix it is, where a checkpoint has them one by one
     pattern: str | None = None  # transformers' pattern of such names; None where the stored tensor is the model's
     renamed: str = ""  # its name where transformers begins to convert it
 
@@ -227,28 +227,33 @@ class Layout:
         assert source is not None
         return source.converter is None or _by_expert(source.converter)
 
-    def pieces_of(self, target: str, expert: int | None = None) -> list[Piece]:
+    def pieces_of(self, target: str, mixture_expert: int | None = None) -> list[Piece]:
         """The stored tensors that make a tensor of the model, or the part of a mixture's expert."""
         source = self._source(target)
         assert source is not None
-        return [piece for piece in source.pieces if expert is None or piece.expert in (None, expert)]
+        return [
+            piece for piece in source.pieces if mixture_expert is None or piece.mixture_expert in (None, mixture_expert)
+        ]
 
-    def read(self, target: str, load: Load, expert: int | None = None) -> torch.Tensor:
+    def read(self, target: str, load: Load, mixture_expert: int | None = None) -> torch.Tensor:
         """Read a tensor of the model, which must be there, or the part of a mixture's expert, from the stored ones."""
         source = self._source(target)
         assert source is not None
         if source.converter is None:
-            whole = load(source.pieces[0].name)
-            return whole if expert is None else whole[expert]
-        one = expert is not None and _by_expert(source.converter)
-        pieces = [(piece.pattern, piece.name, partial(load, piece.name)) for piece in self.pieces_of(target, expert)]
+            whole = load(source.pieces[0].stored)
+            return whole if mixture_expert is None else whole[mixture_expert]
+        one = mixture_expert is not None and _by_expert(source.converter)
+        pieces = [
+            (piece.pattern, piece.stored, partial(load, piece.stored))
+            for piece in self.pieces_of(target, mixture_expert)
+        ]
         tensors = self._converted(source.converter, source.targets[0], pieces)
         whole = tensors[next(name for name in (target, *source.targets) if name in tensors)]
-        return whole if expert is None else whole[0 if one else expert]
+        return whole if mixture_expert is None else whole[0 if one else mixture_expert]
 
-    def restore(self, name: str, values: Values) -> torch.Tensor:
+    def restore(self, stored: str, values: Values) -> torch.Tensor:
         """Make one of the stored ``pieces`` from the model's tensors: what ``read`` would make these from."""
-        piece = self.pieces[name]
+        piece = self.pieces[stored]
         converter = self._sources[piece.targets[0]].converter
         if converter is None:
             return values(piece.targets[0], None)
@@ -256,12 +261,12 @@ class Layout:
         parts, first = [], ""
         for target in piece.targets:
             renamed, pattern = reverse.rename_source_key(target)
-            tensor = values(target, piece.expert)
-            parts.append((pattern, target, tensor if piece.expert is None else tensor[None]))
+            tensor = values(target, piece.mixture_expert)
+            parts.append((pattern, target, tensor if piece.mixture_expert is None else tensor[None]))
             first = first or renamed
         pieces = self._converted(reverse, first, parts)
         wanted = piece.renamed
-        if piece.expert is not None:
+        if piece.mixture_expert is not None:
             assert piece.pattern is not None
             number = re.search(_numbered(piece.pattern), wanted)
             assert number is not None
@@ -269,18 +274,18 @@ class Layout:
             wanted = f"{wanted[:start]}0{wanted[end:]}"  # the only one of ``parts``
         assert self.model is not None
         key = model_tensor_name(wanted, pieces, self.model.base_model_prefix)
-        assert key is not None, (name, wanted, list(pieces))
+        assert key is not None, (stored, wanted, list(pieces))
         # Reversing the conversion tells by the shapes alone, too, and sees the model's own.
-        exchanged = self.turned(name) and self._shapes[name] != tuple(pieces[key].shape)
+        exchanged = self.turned(stored) and self._shapes[stored] != tuple(pieces[key].shape)
         return pieces[key].mT if exchanged else pieces[key]
 
-    def turned(self, name: str) -> bool:
+    def turned(self, stored: str) -> bool:
         """Whether a matrix is stored with its rows and columns exchanged."""
-        piece = self.pieces.get(name)
+        piece = self.pieces.get(stored)
         converter = self._sources[piece.targets[0]].converter if piece else None
         if piece is None or converter is None or not any(isinstance(each, Transpose) for each in converter.operations):
             return False
-        return name in self._shapes and self._shapes[name] != tuple(self._tensors[piece.targets[0]].shape)
+        return stored in self._shapes and self._shapes[stored] != tuple(self._tensors[piece.targets[0]].shape)
 
     def _converted(
         self, converter: WeightTransform, first: str, parts: Iterable[tuple[str | None, str, Any]]

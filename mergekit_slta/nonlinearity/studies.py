@@ -112,7 +112,6 @@ def merge_study(group: Sequence[int], experts: int) -> Study:
 
 
 def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> list[Study]:
-    """The studies of all experts and, if wanted, of all their pairs and triples."""
     studies = [path_study(expert, experts) for expert in range(experts)]
     for size in [2] * pairs + [3] * triples:
         studies += [merge_study(group, experts) for group in combinations(range(experts), size)]

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.groups import uncorrected
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of
@@ -64,7 +63,6 @@ class Manifest(BaseModel, frozen=True):
     versions: dict[str, str]
     machine: str = ""  # as "Linux x86_64, CPU"
     sha256: str = ""  # of the merged model, as ``MergedModel`` has it
-    uncorrected: tuple[int, ...] = ()  # of featcal: the layers in which no map corrects what earlier ones have missed
     # By the model whose task it is: the ``TaskScore`` of the merge, with the numbers of prompts; by ``evaluate``.
     scores: dict[str, dict[str, int | float | None]] = {}
 
@@ -83,7 +81,8 @@ def describe(
     recipe, config = experiment.recipe, experiment.recipe.config
     given, base = expert_parameters(config), recipe.keep
     own = [{"samples": base.samples, "weight": base.weight} if base else {}]
-    own += [_filled(recipe.method.expert, given[expert.reference], SOURCES - {"samples"}) for expert in recipe.experts]
+    kind, not_told = recipe.settings.expert, SOURCES - {"samples"}
+    own += [_filled(kind, given[expert.reference], not_told) for expert in recipe.experts]
     hashes = experiment.fingerprints if whole else [experiment.base.fingerprint(), *("" for _ in recipe.experts)]
     models = [
         MergedModel(
@@ -94,9 +93,11 @@ def describe(
         )
         for model, sha256, parameters in zip(recipe.references, hashes, own, strict=True)
     ]
-    settings = _filled(recipe.method, config.parameters or {}, {"report"})
+    settings = _filled(type(recipe.settings), config.parameters or {}, {"report"})
     if settings.get("statistics"):
         settings["statistics"] = source_name(settings["statistics"])
+    device = experiment.device
+    device = torch.cuda.get_device_name(device) if device.startswith("cuda") else device.upper()
     tokenizer = recipe.tokenizer_source
     tokenizer = published_name(tokenizer) if isinstance(tokenizer, ModelReference) else tokenizer
     return Manifest(
@@ -106,9 +107,8 @@ def describe(
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
         versions=files.versions() | {"python": platform.python_version(), "commit": commit()},
-        machine=f"{platform.system()} {platform.machine()}, {_processor(experiment.device)}",
+        machine=f"{platform.system()} {platform.machine()}, {device}",
         sha256=fingerprint_of(folder) if folder else "",
-        uncorrected=tuple(uncorrected(experiment.decoder)) if folder and config.merge_method == "featcal" else (),
     )
 
 
@@ -164,10 +164,6 @@ def commit() -> str:
     return ""
 
 
-def _processor(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device.upper()
-
-
 def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     """A table's parameters by their names in a recipe: those given, gradients too, and the defaults of the others."""
     fields = {field.alias or name: field for name, field in table.model_fields.items() if name not in left_out}
@@ -176,7 +172,7 @@ def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str
 
 def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[MergedTask]:
     recipe = experiment.recipe
-    for index, task in enumerate(recipe.tasks if recipe.method.runs_models else ()):
+    for index, task in enumerate(recipe.tasks if recipe.settings.runs_models else ()):
         if task.calibration:
             data, template = experiment.draw(task), task.template
             source, revision, count, sha256 = source_name(data.source), data.revision, len(data.token_ids), data.sha256

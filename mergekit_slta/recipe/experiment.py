@@ -109,7 +109,6 @@ class Experiment:
 
     @cached_property
     def base(self) -> Checkpoint:
-        """The base model's weights."""
         return self.checkpoint(self.recipe.base)
 
     @cached_property
@@ -118,7 +117,6 @@ class Experiment:
         return [self.base, *(self.checkpoint(expert.reference) for expert in self.recipe.experts)]
 
     def checkpoint(self, reference: ModelReference) -> Checkpoint:
-        """A model's weights."""
         return Checkpoint(reference, self.model(reference).config, self.options.trust_remote_code)
 
     @cached_property
@@ -217,7 +215,7 @@ class Experiment:
         """The merged model's tokenizer if all models that run on the samples have its ids, else the base model's."""
         if (aligned := self.aligned) is None:
             return self.tokenizer(self.recipe.base)
-        running = self.recipe.references if self.recipe.method.runs_experts else [self.recipe.base]
+        running = self.recipe.references if self.recipe.settings.runs_experts else [self.recipe.base]
         ids = aligned.tokenizer.get_vocab()
         tokens = {index: token for token, index in ids.items()}
         for model in running:
@@ -243,7 +241,7 @@ class Experiment:
                 f"The tokenizer of {base} gives the token id {highest}, but the model has only {base.vocabulary} "
                 "embeddings: put the model's original tokenizer into its folder."
             )
-        if self.recipe.method.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
+        if self.recipe.settings.runs_experts and highest >= (expert := self.model(task.reference)).vocabulary:
             raise SltaError(
                 f"The tokenizer of the base model gives the token id {highest}, but the expert {expert} has only "
                 f"{expert.vocabulary} embeddings: choose an expert with the base model's vocabulary."

@@ -140,9 +140,10 @@ class Recipe:
 
     @cached_property
     def _faults(self) -> list[str]:
-        problems, tables = [*faults(self.config, self.content, self.method)], expert_parameters(self.config)
+        kind, tables = self.settings_class(MethodSettings), expert_parameters(self.config)
+        problems = [*faults(self.config, self.content, kind)]
         without = [str(model) for model, table in tables.items() if not table.get("calibration")]
-        if problems and without and self.method.runs_models and "statistics" not in (self.config.parameters or {}):
+        if problems and without and kind.runs_models and "statistics" not in (self.config.parameters or {}):
             problems.append(without_calibration(without, ""))  # which may also be all that is wrong, see below
         return problems
 
@@ -156,17 +157,15 @@ class Recipe:
     @cached_property
     def experts(self) -> tuple[Task, ...]:
         """The experts in the recipe's order, each with its own task."""
-        self.require_sound()
         return tuple(
-            Task(reference, **_table(self.method.expert, table).model_dump(include=SOURCES))
+            Task(reference, **_table(self.settings.expert, table).model_dump(include=SOURCES))
             for reference, table in expert_parameters(self.config).items()
         )
 
     @cached_property
     def keep(self) -> Task | None:
         """The base model's task, None without one or with weight 0."""
-        self.require_sound()
-        of_base = base_parameters(self.config) if issubclass(self.method, CalibrationSettings) else {}
+        of_base = base_parameters(self.config) if isinstance(self.settings, CalibrationSettings) else {}
         shared = {key: value for key, value in (self.config.parameters or {}).items() if key in SHARED_WITH_BASE}
         keep = Task(self.base, **_table(KeptBase, shared | of_base).model_dump()) if of_base else None
         return keep if keep and keep.weight else None
@@ -185,16 +184,16 @@ class Recipe:
     def settings(self) -> MethodSettings:
         """The method's parameters for the whole merge."""
         self.require_sound()
-        return _table(self.method, self.config.parameters or {})
+        return _table(self.settings_class(MethodSettings), self.config.parameters or {})
 
     def settings_of(self, kind: type[Kind]) -> Kind:
         """The recipe's settings of that kind; an SltaError if it is for another method."""
-        self.method_of(kind)
+        self.settings_class(kind)
         settings = self.settings
         assert isinstance(settings, kind)
         return settings
 
-    def method_of(self, kind: type[Kind]) -> type[Kind]:
+    def settings_class(self, kind: type[Kind]) -> type[Kind]:
         """The settings class of the recipe's method; an SltaError if it is not of that kind."""
         methods = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
@@ -204,11 +203,6 @@ class Recipe:
                 + (suggestion(name, methods) or f": this command knows {', '.join(methods)}, not mergekit's own.")
             )
         return methods[name]
-
-    @property
-    def method(self) -> type[MethodSettings]:
-        """The settings class of the recipe's method; an SltaError if it does not belong to this package."""
-        return self.method_of(MethodSettings)
 
     @property
     def tokenizer_source(self) -> Any:

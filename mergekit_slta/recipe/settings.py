@@ -226,7 +226,6 @@ def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | Inpu
 
 
 def output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
-    """The slices of a recipe and of its modules."""
     modules = (config.modules or {}).values()
     return [*(config.slices or []), *(output for module in modules for output in module.slices or [])]
 

@@ -6,6 +6,7 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -33,7 +34,10 @@ def drift_page(
     Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
     """
     names = short_names([model for model, _ in tasks])
-    last = [f"{as_score(error, 3)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
+    digits = partial(as_score, decimals=3)
+    last = [f"{digits(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
+    layers = list(range(len(errors)))
+    curves = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
     distances = "After the last layer, the merge's features are at a relative distance of"
     chosen = settings.ridge == "auto"
     ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
@@ -45,7 +49,16 @@ def drift_page(
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
             "Solved with": f"{ridge}, towards W₀ plus 1.5 times actmat's change",
         },
-        charts=[_chart(errors, names)],
+        charts=[
+            Chart(
+                name="drift",
+                title="Distance of the features by layer",
+                caption="How far each layer's output is from the output of the task's own model, on the task's "
+                "prompts; lower is better.",
+                picture=line_chart([Panel("the merge", curves)], x_label="decoder layer", y_label="relative distance"),
+                table=Table(["layer", *names], [[str(n), *map(digits, row)] for n, row in enumerate(errors.tolist())]),
+            )
+        ],
     )
 
 
@@ -58,18 +71,3 @@ def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
             f"Of {len(every)} ridges, {largest} are the largest of the search, {plain_number(max(RIDGES))}, which stays"
             " nearest to the merge without prompts. More prompts may help; otherwise the tasks do not fit together."
         )
-
-
-def _chart(errors: torch.Tensor, names: Sequence[str]) -> Chart:
-    layers = list(range(len(errors)))
-    curves = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
-    return Chart(
-        name="drift",
-        title="Distance of the features by layer",
-        caption="How far each layer's output is from the output of the task's own model, on the task's prompts. Lower "
-        "is better.",
-        picture=line_chart([Panel("the merge", curves)], x_label="decoder layer", y_label="relative distance"),
-        table=Table(
-            ["layer", *names], [[str(n), *(as_score(x, 3) for x in row)] for n, row in enumerate(errors.tolist())]
-        ),
-    )

@@ -32,7 +32,6 @@ def write_linearity(result: Linearity, folder: Path) -> Path:
 
 
 def linearity_page(result: Linearity) -> Page:
-    """The report on linearity."""
     experts = short_names(result.experts)
     single = {short: [name] for short, name in zip(experts, result.experts, strict=True)}
     sizes = [size for size in SETTINGS_OF if _merges(result, size)]
@@ -71,7 +70,6 @@ def _means_by_name(result: Linearity, metric: str, level: str, names: Iterable[s
 
 
 def _merges(result: Linearity, size: int) -> list[str]:
-    """The names of the merges of ``size`` experts."""
     return [name for name, members in result.members.items() if len(members) == size]
 
 

@@ -61,7 +61,6 @@ def report_page(merge: Solution | Statistics) -> Page:
 
 
 def _facts(solution: Solution) -> dict[str, str]:
-    """Facts about the measurement, by name."""
     statistics, info = solution.statistics, solution.statistics.info
     facts = {"Base model": f"{info.base_model} ({info.architecture}, {counted(info.num_layers, 'layer')})"}
     for index, name in enumerate(short_names(info.models)):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mergekit_slta.layers.roles import Role
+from mergekit_slta.layers.maps import Role
 
 LOG = logging.getLogger(__name__)
 

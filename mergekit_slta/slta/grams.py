@@ -127,7 +127,7 @@ class LayerFeatures:
         self.branches_to_run = [b for b in split if b in self.branches or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
         for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
-            routed = linear_map.expert is not None  # there may be too many of these to have at once
+            routed = linear_map.mixture_expert is not None  # there may be too many of these to have at once
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, tensors)
 
     def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:
@@ -195,7 +195,7 @@ class LayerFeatures:
         routed = {
             m.module: routed_inputs(base.inputs[m.module], len(self.tensors[0][m.weight]))
             for m in self.maps
-            if m.expert == 0 and m.module in base.inputs
+            if m.mixture_expert == 0 and m.module in base.inputs
         }
         for linear_map, deltas_of_map in self.maps.items():
             inputs = list(self._inputs(linear_map, base, routed, lengths))
@@ -225,9 +225,9 @@ class LayerFeatures:
         values = values.reshape(-1, values.shape[-1])
         positions = torch.arange(len(values), device=values.device)
         width = len(values) // len(lengths)
-        if linear_map.expert is not None:
+        if linear_map.mixture_expert is not None:
             tokens = routed[linear_map.module]
-            reaching = (tokens.routes == linear_map.expert).any(-1)
+            reaching = (tokens.routes == linear_map.mixture_expert).any(-1)
             values, positions, width = tokens.values[reaching], tokens.tokens[reaching], max(lengths)
             if linear_map.name.endswith(".down_proj"):
                 values = self._fused_hidden(linear_map, values)
@@ -238,7 +238,11 @@ class LayerFeatures:
     def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
         """The base model's inputs to a fused expert's down projection, by the module's own gate."""
         module = self.decoder.layers[self.layer].get_submodule(down.module)
-        first = next(m for m in self.maps if m.module == down.module and m.expert == down.expert and m is not down)
+        first = next(
+            m
+            for m in self.maps
+            if m.module == down.module and m.mixture_expert == down.mixture_expert and m is not down
+        )
         return fused_hidden(module, first.apply(self.tensors[0], inputs))
 
 

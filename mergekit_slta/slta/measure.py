@@ -101,14 +101,13 @@ def statistics_of(
             beside.remove()  # of a run that was killed after it had written the file
         return statistics
     require_calibration(recipe)
-    data = experiment.load_data(recipe.tasks)
-    info = _describe(experiment, data, levels)
+    data, names = experiment.load_data(recipe.tasks), published_names(recipe.references)
     with beside.held(ranks) if beside is not None else contextlib.nullcontext():
         layers = partial or beside
         if layers is not None:
             run = experiment.identity(data, levels=levels)
             layers.begin(run, ranks, replace=partial is not None, quiet=experiment.quiet)
-        statistics = _run_models(experiment, info, data, layers)
+        statistics = _measured(experiment, names, data, levels, layers)
         if file is not None and ranks.first:
             statistics.save(file)
         ranks.wait()
@@ -123,36 +122,21 @@ def solve_arguments(recipe: Recipe) -> dict[str, Any]:
     return settings.model_dump(include={"level", "balance", "ridge"}) | {"keep_weight": recipe.keep_weight}
 
 
-def _run_models(
-    experiment: Experiment, info: Info, data: Sequence[CalibrationData], partial: Partial | None
+def _measured(
+    experiment: Experiment,
+    names: Sequence[str],
+    data: Sequence[CalibrationData],
+    levels: Sequence[str],
+    partial: Partial | None,
 ) -> Statistics:
     """Run the models on the samples; the layers that are finished in the folder are not measured again."""
-    ranks, decoder = experiment.ranks, on_device(experiment.decoder, experiment.device)
-    tasks = [drawn.token_ids for drawn in data]
-    models, prompts = experiment.checkpoints, samples_here(decoder, tasks, ranks)
-    doing = f"Calibrating {', '.join(info.levels)}"
-    with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
-        grams = calibrate(decoder, models, tasks, info.levels, partial=partial, ranks=ranks, progress=progress)
-    for model in models:
-        model.refuse_changes()
-    return Statistics(
-        grams,
-        torch.tensor([task for task, rows in enumerate(tasks) for _ in rows]),
-        torch.tensor([len(row) for rows in tasks for row in rows]),
-        info,
-    )
-
-
-def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: Sequence[str]) -> Info:
-    """The metadata of a measurement."""
-    recipe, config = experiment.recipe, experiment.base.config
-    names = published_names(recipe.references)
+    recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
     calibration = [
         CalibrationInfo(source=source_name(drawn.source), template=drawn.template, sha256=drawn.sha256)
         for drawn in data
     ]
     base, *experts = experiment.fingerprints
-    return Info(
+    info = Info(
         format_version=2,
         levels=tuple(levels),
         base_model=names[0],
@@ -172,6 +156,15 @@ def _describe(experiment: Experiment, data: Sequence[CalibrationData], levels: S
         ),
         fallbacks=tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level)),
     )
+    decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
+    models, prompts = experiment.checkpoints, samples_here(decoder, tasks, ranks)
+    doing = f"Calibrating {', '.join(levels)}"
+    with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
+        grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, progress=progress)
+    for model in models:
+        model.refuse_changes()
+    task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
+    return Statistics(grams, task, torch.tensor([len(row) for rows in tasks for row in rows]), info)
 
 
 # A file that exists

@@ -234,7 +234,6 @@ def _known(path: str) -> bool:
 
 
 def _header(origin: Sequence[str], lost: str) -> str:
-    """The origin of the weights, as comments."""
     lines = [
         f"Written by mergekit-slta {__version__}. mergekit runs this recipe as it is, without that plugin and prompts.",
         "",

@@ -28,7 +28,7 @@ from mergekit_slta.slta.statistics_file import (
     write_statistics,
 )
 from mergekit_slta.tables import Paragraphs, Table, as_json, known_names, short_names
-from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number, possessive
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,7 +134,6 @@ class Statistics(Paragraphs):
         )
 
     def _rows(self, rows: torch.Tensor) -> Statistics:
-        """The statistics of some of the samples."""
         grams = {name: gram[rows] for name, gram in self.grams.items()}
         return replace(self, grams=grams, task=self.task[rows], tokens=self.tokens[rows])
 
@@ -464,7 +463,7 @@ class Solution(Paragraphs):
         by_layer, clauses = self.retained_by_layer(), []
         overall = zip(short_names(self.models), self.retained_overall.tolist(), strict=True)
         for place, (name, share) in enumerate(overall):
-            clause = f"{as_score(share)} of {possessive(name)}" + " feature change" * (place == 0)
+            clause = f"{as_score(share)} of {name}'{'s' * (name[-1:] != 's')}" + " feature change" * (place == 0)
             layers = {layer: float(shares[place]) for layer, shares in by_layer.items() if not shares[place].isnan()}
             if len(layers) > 1:
                 least, most = min(layers, key=layers.__getitem__), max(layers, key=layers.__getitem__)

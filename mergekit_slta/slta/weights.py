@@ -63,15 +63,15 @@ class TensorWeights:
         piece = self.layout.pieces.get(stored)
         if piece is None:
             return self._none
-        by_target = {target: self._of_tensor(target, piece.expert) for target in piece.targets}
+        by_target = {target: self._of_tensor(target, piece.mixture_expert) for target in piece.targets}
         first, *others = by_target.values()
         if piece.pattern is None or (first.ndim == 1 and all(torch.equal(first, other) for other in others)):
             return first
 
-        def spread(expert: int, target: str, part: int | None) -> torch.Tensor:
-            return by_target[target][expert].expand(self.decoder.model.state_dict()[target].shape)
+        def spread(index: int, target: str, part: int | None) -> torch.Tensor:
+            return by_target[target][index].expand(self.decoder.model.state_dict()[target].shape)
 
-        return torch.stack([self.layout.restore(stored, partial(spread, expert)) for expert in range(len(first))])
+        return torch.stack([self.layout.restore(stored, partial(spread, index)) for index in range(len(first))])
 
     def _of_tensor(self, name: str, mixture_expert: int | None) -> torch.Tensor:
         """The merging weights of a tensor of the model, or of the part of a mixture's expert."""
@@ -88,7 +88,6 @@ class TensorWeights:
         return alpha[0] if len(alpha) == 1 else torch.stack(alpha).mean(0)
 
     def _of_layer(self, layer: int, key: str, mixture_expert: int | None) -> torch.Tensor:
-        """The merging weights of a layer's tensor."""
         parts = self._parts[layer]
         if parts.maps:
             return self._of_map(layer, key, mixture_expert)
@@ -101,7 +100,6 @@ class TensorWeights:
         return self.solutions[submodule_name(layer, part)].alpha
 
     def _branches(self, layer: int, key: str) -> list[str]:
-        """The branches that a tensor serves."""
         split = self.decoder.structures[layer]
         branches = [branch for branch, children in split.branches.items() if key.partition(".")[0] in children]
         if not branches:
@@ -149,7 +147,7 @@ class TensorWeights:
         alpha = torch.stack(
             [torch.where(solved.measured, solved.alpha, mean) for solved in solutions]
         )  # [1 or mixture, T]
-        if maps[0].expert is None:
+        if maps[0].mixture_expert is None:
             return alpha[0]
         stack = self.decoder.layers[layer].state_dict()[key]
         alpha = torch.cat([alpha, mean.expand(len(stack) - len(alpha), -1)])  # of experts that multiply by nothing

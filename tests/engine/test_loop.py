@@ -1,15 +1,19 @@
-"""What progress bars say: what is loaded, then layers and prompts, and never more than all of them."""
+"""What progress bars say, and that float32 products are exact inside the loop, whatever torch's settings are."""
 
 import functools
 import io
 import re
 import warnings
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
+import torch
 from support import families
 from support.families import Family
+from support.processes import run_afresh
+from support.rounding import rounding
 from tqdm import tqdm
 
 from mergekit_slta.engine import loop as module
@@ -67,3 +71,46 @@ def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Pat
     assert said[0].startswith("Solving: loading ") and llama.experts[1].name in said[0]
     assert any(line.startswith(f"Solving: {layers} of {layers} layers, ") for line in said)
     assert said[-1].split("|")[0].endswith(": 100%")
+
+
+# Inside, torch's settings are changed; afterwards they are as before.
+ROUNDED = """
+import sys, torch
+from mergekit_slta.engine.loop import exact_products
+exec(sys.argv[1])
+matmul, conv, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn
+owners = matmul, conv, mkldnn.matmul, mkldnn.conv
+
+def settings():
+    found = [owner.fp32_precision for owner in owners]
+    try:
+        return [*found, torch.get_float32_matmul_precision()]
+    except RuntimeError:  # it refuses to say what was set by the newer interface
+        return found
+
+before = settings()
+assert "tf32" in before or "bf16" in before
+with exact_products():
+    assert not {"tf32", "bf16"} & {owner.fp32_precision for owner in owners}
+    one, other = torch.randn(7, 1024), torch.randn(1024, 512)
+    exact = one.double() @ other.double()
+    assert (one @ other - exact).norm() < float(sys.argv[2]) * exact.norm()
+    torch.nn.functional.conv1d(torch.ones(1, 4, 9), torch.ones(4, 4, 3))
+assert settings() == before
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="needs torch's newer interface")
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        "pass",  # convolutions, as torch has it
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'bf16'",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.set_float32_matmul_precision('medium')",
+    ],
+)
+def test_nothing_is_rounded_however_that_was_allowed(allowed: str, forks: ForkServerContext) -> None:
+    run_afresh(forks, ROUNDED, allowed, rounding(sums=1, terms=1024))

@@ -105,8 +105,8 @@ def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partial = begun(tmp_path / "partial", "a")
-    partial.finish(0, {"layer.0": torch.zeros(1)})
-    partial.finish(None, {"edge": torch.zeros(1)})
+    partial.write(0, {"layer.0": torch.zeros(1)})
+    partial.write(None, {"edge": torch.zeros(1)})
 
     def killed(folder: Path, ignore_errors: bool) -> None:
         raise Interrupted

@@ -23,7 +23,7 @@ from support.rounding import regression_rounding
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.host.methods import Method, SftmMerge
-from mergekit_slta.layers.roles import Role, role_by_shape, tensor_roles
+from mergekit_slta.layers.maps import Role, role_by_shape, tensor_roles
 
 # slta
 

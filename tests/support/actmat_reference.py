@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mergekit_slta.layers.roles import Role
+from mergekit_slta.layers.maps import Role
 
 
 def dense_merge(tasks: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] = ()) -> torch.Tensor:

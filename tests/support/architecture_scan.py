@@ -40,8 +40,7 @@ from support.pages import DOCS, filled
 from mergekit_slta.errors import first_line
 from mergekit_slta.featcal.groups import groups_by_layer, in_words
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.roles import Role, tensor_roles, turned
+from mergekit_slta.layers.maps import Role, linear_maps, tensor_roles, turned
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.models.checkpoint import weighted_sum
 from mergekit_slta.models.layout import Layout, meta_model

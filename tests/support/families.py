@@ -513,7 +513,8 @@ def merge(content: dict[str, Any], out: Path, **options: Any) -> Path:
 
 def checkpoint(folder: Path | str) -> Checkpoint:
     """A model as the plugin reads it."""
-    return Checkpoint(ModelReference.model_validate(str(folder)))
+    reference = ModelReference.model_validate(str(folder))
+    return Checkpoint(reference, reference.config())
 
 
 def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
@@ -593,14 +594,14 @@ class Interrupted(Exception):
 @contextmanager
 def after_layer(last: int) -> Iterator[None]:
     """Within it, a run ends when it has finished a layer."""
-    original = Partial.finish
+    original = Partial.write
 
-    def finish(partial: Partial, layer: int | None, tensors: dict[str, torch.Tensor]) -> None:
+    def write(partial: Partial, layer: int | None, tensors: dict[str, torch.Tensor]) -> None:
         original(partial, layer, tensors)
         if layer == last:
             raise Interrupted
 
-    with mock.patch.object(Partial, "finish", finish):
+    with mock.patch.object(Partial, "write", write):
         yield
 
 

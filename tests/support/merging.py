@@ -13,7 +13,7 @@ from support.copies import edited
 from support.families import Family
 from support.rounding import WIDEST, rounding
 
-from mergekit_slta.layers.roles import Role
+from mergekit_slta.layers.maps import Role
 from mergekit_slta.layers.trace import trace
 
 State = dict[str, torch.Tensor]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mergekit_slta.layers.roles import Role
+from mergekit_slta.layers.maps import Role
 
 
 def dense_features(matrices: Sequence[torch.Tensor], rank: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
