@@ -120,7 +120,7 @@ def least_squares() -> Figure:
     inputs = np.array([first, second])  # what each expert's prompts give the matrix; a fine-tune moves along its inputs
     solved = np.linalg.solve(inputs, [inputs[0] @ first, inputs[1] @ second])
     with matplotlib.rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(6.2, 4.4), dpi=DOTS_PER_INCH, layout="constrained")
+        figure = Figure(figsize=(WIDTH, 4.8), dpi=DOTS_PER_INCH, layout="constrained")
         ax: Any = figure.subplots()
         for expert, across, colour, name in ((first, inputs[0], BLUE, "A"), (second, inputs[1], ORANGE, "B")):
             along = np.array([-across[1], across[0]]) / np.linalg.norm(across)
@@ -137,7 +137,7 @@ def least_squares() -> Figure:
         ax.plot(*solved, "*", color=GREEN, markersize=16, label="least squares: answers both")
         ax.set(xlim=(-0.4, 3.4), ylim=(-0.5, 2.9), aspect="equal", xticks=[], yticks=[])
         ax.set(xlabel="first number of the matrix", ylabel="second number of the matrix")
-        figure.legend(loc="outside upper left", ncols=2, fontsize=9)
+        figure.legend(loc="outside upper left", fontsize=9)
         return figure
 
 
