@@ -48,8 +48,10 @@ from mergekit_slta.tables import as_size
 LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# Called with the number of this process's samples that have passed another step.
+# Called with the number of this process's samples that have passed another step of a layer.
 Progress = Callable[[int], object]
+# Called with what is at hand, and how many steps it took.
+Tell = Callable[[str, int], object]
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
@@ -62,6 +64,7 @@ class LayerMethod(ABC, Generic[Result]):
     models: Sequence[Checkpoint]  # whose layers are read
     tasks: Tasks  # the token ids of each task's samples; there may be more tasks than experts
     ranks: Ranks  # the processes that share the batches
+    stage = ""  # what of a layer is at hand, as the end of a line on progress
 
     @abstractmethod
     def sources(self) -> Sequence[Sequence[Source]]:
@@ -125,16 +128,10 @@ def exact_products() -> Iterator[None]:
 def pass_layers(
     method: LayerMethod[Result],
     *,
-    partial: Partial | None = None,
-    progress: Progress = lambda samples: None,
+    partial: Partial | None = None,  # the folder of finished layers, which are not computed again
+    tell: Tell = lambda at_hand, samples: None,  # a negative number when steps are repeated with smaller batches
 ) -> Result:
     """Run all samples through the layers, one layer after the other.
-
-    Args:
-        method: what is computed in each layer.
-        partial: the folder of finished layers, which are not computed again.
-        progress: called with the number of this process's samples that have passed another step; negative when all
-            steps are repeated with smaller batches.
 
     Raises:
         SltaError: a checkpoint's tensors are missing or not finite, a layer's file cannot be written, or one sample, or
@@ -146,12 +143,12 @@ def pass_layers(
     while True:
         steps: list[int] = []
 
-        def report(samples: int) -> None:
+        def counted(at_hand: str, samples: int) -> None:
             steps.append(samples)  # noqa: B023
-            progress(samples)
+            tell(at_hand, samples)
 
         try:
-            return _run(method, positions, partial, report)
+            return _run(method, positions, partial, counted)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -159,7 +156,7 @@ def pass_layers(
                 raise _does_not_fit(method, max(positions, longest)) from error
         positions //= 2
         LOG.warning("Out of memory on %s: restarting with %d token positions at once", device, positions)
-        progress(-sum(steps))
+        tell("smaller batches", -sum(steps))
         gc.collect()  # not above, where the error still holds what the run had in memory
         if device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps freed blocks in sizes that no longer fit
@@ -178,8 +175,12 @@ def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
     )
 
 
-def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, report: Progress) -> Result:
+def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, tell: Tell) -> Result:
     """The loop, with at most ``positions`` token positions at once."""
+
+    def report(samples: int) -> None:
+        tell(f"{min(streams.layer + 1, len(decoder))} of {len(decoder)} layers{method.stage}", samples)
+
     decoder, ranks = method.decoder, method.ranks
     layers = range(len(decoder))
     finished: set[int | None] = set()
@@ -246,9 +247,7 @@ def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[lis
 
 
 @contextlib.contextmanager
-def progress_bar(
-    doing: str, models: Iterable[object], total: int, quiet: bool
-) -> Iterator[Callable[[str, int], object]]:
+def progress_bar(doing: str, models: Iterable[object], total: int, quiet: bool) -> Iterator[Tell]:
     """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took.
 
     Without a terminal, a line with the time comes every half minute.
@@ -265,20 +264,5 @@ def progress_bar(
                 click.echo(f"{time.strftime('%H:%M:%S')} {doing}: {at_hand}, {done / total:.0%}", err=True)
             bar.set_description_str(f"{doing}: {at_hand}", refresh=False)
             bar.update(steps)
-
-        yield progress
-
-
-@contextlib.contextmanager
-def layer_bar(doing: str, models: Iterable[object], layers: int, prompts: int, quiet: bool) -> Iterator[Progress]:
-    """Count the layers, and the prompts in each; yield what is told of prompts that have passed another layer."""
-    done = 0
-    with progress_bar(doing, models, layers * prompts, quiet) as tell:
-
-        def progress(passed: int) -> None:
-            nonlocal done
-            done += passed
-            layer, prompt = divmod(max(0, done - 1), prompts)
-            tell(f"{layer + 1} of {layers} layers, {prompt + 1} of {prompts} prompts", passed)
 
         yield progress

@@ -156,12 +156,8 @@ def takes_little(device: torch.device, nbytes: int, share: float) -> bool:
 def waiting_bytes(tokens: int, width: int, streams: int, returned: int = 0) -> int:
     """How many bytes wait in ``Streams`` at most, between two runs of a layer, on a CPU.
 
-    Args:
-        tokens: of all samples.
-        width: of a token's hidden states.
-        streams: how many models' hidden states are followed.
-        returned: how many numbers of a token a method lets wait of what a layer's modules return; beyond ``RETURNED``
-            bytes, modules run again.
+    They are the hidden states of all samples, and of each token so many numbers that a layer's modules have
+    ``returned``; beyond ``RETURNED`` bytes, modules run again.
     """
     number = torch.float32.itemsize
     return number * tokens * width * streams + min(number * tokens * returned, RETURNED)
@@ -228,24 +224,17 @@ class Streams:
     def run_layer(
         self,
         stream: int,
-        number: int,
-        tensors: Tensors,
+        number: int,  # the batch's
+        tensors: Tensors,  # the layer's; of modules that have returned since the layer began they are not used again
         *,
-        until: str | None = None,
-        inputs_of: Collection[str] = (),
+        until: str | None = None,  # the module at whose call the run ends
+        inputs_of: Collection[str] = (),  # the modules whose inputs are recorded, beside that one
         resumable: Collection[str] = (),
     ) -> LayerRun:
         """Run the next layer on a batch of a stream, to its end, which sets its output, or as far as a module.
 
-        Args:
-            stream: the stream.
-            number: the batch's number.
-            tensors: the layer's tensors. Those of modules that have returned something since the layer began are not
-                used again.
-            until: the module at whose call the run ends.
-            inputs_of: the modules whose inputs are recorded, beside that one.
-            resumable: children of the layer, and modules in them, whose outputs are recorded, and wait for the layer's
-                next run; those in a child are deleted when the child has returned.
+        The outputs of ``resumable`` children of the layer, and of modules in them, are recorded and wait for the
+        layer's next run; those in a child are deleted when the child has returned.
         """
         waiting = self._waiting[stream, number]
         run = self.decoder.run(

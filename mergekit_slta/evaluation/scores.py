@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, layer_bar, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers, progress_bar
 from mergekit_slta.engine.memory import (
     LIBRARIES,
     NUMBER,
@@ -88,8 +88,8 @@ def score_model(
             "library that runs whole models."
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    with layer_bar(doing, [checkpoint], len(decoder), sum(map(len, groups)), quiet) as progress:
-        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), progress=progress)
+    with progress_bar(doing, [checkpoint], len(decoder) * sum(map(len, groups)), quiet) as tell:
+        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), tell=tell)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
 

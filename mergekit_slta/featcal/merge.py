@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import matrix_bytes
 from mergekit_slta.engine import memory
-from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, Tell, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
@@ -137,7 +137,6 @@ class FeatureMerge(LayerMethod[Tensors]):
 
     def __post_init__(self) -> None:
         self.owners = self.owners_of(self.models)
-        self.stage = "embeddings"
         # Of each token its sample's place among its task's, by their tokens: the order of a draw chooses no ridge.
         self.places: list[torch.Tensor] = []
         for samples in self.tasks:
@@ -151,10 +150,8 @@ class FeatureMerge(LayerMethod[Tensors]):
         """How many stages the merge has: the groups of maps, and the output head."""
         return sum(len(maps.groups) for maps in self.maps) + (self.head is not None)
 
-    def solve(self, progress: Callable[[str, int], object] = lambda stage, samples: None) -> None:
-        """Write each layer's tensors when it is finished, and then the head's, unless all are there.
-
-        ``progress`` is told the stage, and how many of this process's samples have passed it.
+    def solve(self, tell: Tell = lambda at_hand, samples: None) -> None:
+        """Write each layer's tensors when it is finished, and then the head's; ``tell`` is that of ``pass_layers``.
 
         Raises:
             SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
@@ -163,7 +160,7 @@ class FeatureMerge(LayerMethod[Tensors]):
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
             loud = numbered or SHARED in unsolved.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
-        tensors = pass_layers(self, partial=self.partial, progress=lambda samples: progress(self.stage, samples))
+        tensors = pass_layers(self, partial=self.partial, tell=tell)
         if self.ranks.first:
             self.partial.write(None, tensors)
         self.ranks.wait()
@@ -181,7 +178,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
         merging = _Layer(self, layer, tensors, streams)
         for group in self.maps[layer].groups:
-            self.stage = f"{layer + 1} of {len(self.decoder)} layers, {group}"
+            self.stage = f", {group}"
             if group.fused:
                 merging.solve_routed(group, report)
             else:
@@ -243,7 +240,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         head, decoder = self.head, self.decoder
         if head is None:
             return {}
-        self.stage = "output head"
+        self.stage = ", output head"
         names, tail = [name for name in (head.weight, head.bias) if name], decoder.tail_tensors
         # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
         solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}

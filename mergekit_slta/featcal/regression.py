@@ -68,10 +68,7 @@ class Change:
     def offset(self, anchor: torch.Tensor, biases: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The bias of some rows: with the mean residual for a small ridge, the anchor's for an endless one.
 
-        Args:
-            anchor: the anchor's bias [rows].
-            biases: the experts' [T, rows].
-            rows: which rows of the regression.
+        From the bias of the anchor [rows], and those of the experts [T, rows].
         """
         if not self.shares.any():  # every input was zero
             return anchor
@@ -94,24 +91,16 @@ class Sums:
 
 
 class RidgeRegression:
-    """A regression whose tokens are added task by task; it holds sums over them or, if they are few, the tokens.
-
-    Args:
-        near: W_n [d_out, d_in]; the sums are on its device.
-        ridge: how strongly the change is drawn towards zero; None to choose it by left-out samples.
-        prior: P [d_in, d_in], symmetric and positive definite; by default no direction is held more.
-        tokens: how many tokens this process will add, if that is known.
-        ranks: the processes that share the tokens.
-    """
+    """A regression whose tokens are added task by task; it holds sums over them or, if they are few, the tokens."""
 
     def __init__(
         self,
-        near: torch.Tensor,
-        ridge: float | None,
+        near: torch.Tensor,  # W_n [d_out, d_in]; the sums are on its device
+        ridge: float | None,  # how strongly the change is drawn towards zero; None to choose it by left-out samples
         *,
-        prior: torch.Tensor | None = None,
-        tokens: int | None = None,
-        ranks: Ranks | None = None,
+        prior: torch.Tensor | None = None,  # P [d_in, d_in], positive definite; by default no direction is held more
+        tokens: int | None = None,  # how many this process will add, if that is known
+        ranks: Ranks | None = None,  # the processes that share them
     ) -> None:
         self._near, self._ridge, self._prior, self._ranks = near.to(PRECISION), ridge, prior, ranks or Ranks()
         (outputs, inputs), device = near.shape, near.device
@@ -145,16 +134,13 @@ class RidgeRegression:
         self.tokens = 0  # that all processes have added
 
     def add(
-        self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, token_weights: torch.Tensor
+        self,
+        inputs: torch.Tensor,  # [n, d_in]
+        targets: torch.Tensor,  # [n, d_out]
+        samples: torch.Tensor,  # the number of each token's sample [n], whose last bit says which half it is in
+        token_weights: torch.Tensor,  # w_x [n]
     ) -> None:
-        """Add tokens of the current task.
-
-        Args:
-            inputs: [n, d_in].
-            targets: [n, d_out].
-            samples: the number of each token's sample [n], whose last bit says which half it is in.
-            token_weights: w_x [n].
-        """
+        """Add tokens of the current task."""
         task, roots = self._task, token_weights.to(inputs.device, PRECISION).sqrt()[:, None]
         inputs, halves = inputs.to(PRECISION), samples.to(inputs.device) % len(task.tokens)
         residuals = torch.addmm(targets.to(PRECISION), inputs, self._near.T, alpha=-1).mul_(roots)

@@ -61,8 +61,8 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     if not complete:
         experiment.check_edges(experts=True)
         total = merge.stages * samples_here(decoder, token_ids, ranks)
-        with progress_bar("Solving", models, total, experiment.quiet) as progress:
-            merge.solve(progress)
+        with progress_bar("Solving", models, total, experiment.quiet) as tell:
+            merge.solve(tell)
     return SolvedModel(decoder, partial, experiment.layout)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData, source_name
-from mergekit_slta.engine.loop import layer_bar
+from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
@@ -159,8 +159,8 @@ def _measured(
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
     models, prompts = experiment.checkpoints, samples_here(decoder, tasks, ranks)
     doing = f"Calibrating {', '.join(levels)}"
-    with layer_bar(doing, models, len(decoder), prompts, experiment.quiet) as progress:
-        grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, progress=progress)
+    with progress_bar(doing, models, len(decoder) * prompts, experiment.quiet) as tell:
+        grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, tell=tell)
     for model in models:
         model.refuse_changes()
     task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
