@@ -131,12 +131,7 @@ def pass_layers(
     partial: Partial | None = None,  # the folder of finished layers, which are not computed again
     tell: Tell = lambda at_hand, samples: None,  # a negative number when steps are repeated with smaller batches
 ) -> Result:
-    """Run all samples through the layers, one layer after the other.
-
-    Raises:
-        SltaError: a checkpoint's tensors are missing or not finite, a layer's file cannot be written, or one sample, or
-            with several processes one batch, does not fit into memory.
-    """
+    """Run all samples through the layers, one layer after the other."""
     return_freed_memory()
     device, positions = method.decoder.device, fitting_batch(method.decoder)
     longest = max(len(token_ids) for samples in method.tasks for token_ids in samples)
@@ -208,9 +203,6 @@ def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[lis
     A thread reads the next layer meanwhile. On a GPU it copies the layer there, in its checkpoint's dtype; on another
     device it has the system read the layer into its file cache, which takes no memory of the process. Tensors of a
     mixture's routed experts are read whenever they are used, unless a GPU has memory for all experts of one layer.
-
-    Raises:
-        SltaError: a tensor is missing, or holds NaN or Inf, or the model's files have changed.
     """
     on_gpu = decoder.device.type == "cuda"
     stream = torch.cuda.Stream(decoder.device) if on_gpu else None

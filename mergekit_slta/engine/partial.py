@@ -76,7 +76,9 @@ class Partial:
                 _remove_empty(self._made)
             self._lock.release()
 
-    def begin(self, run: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False) -> None:
+    def begin(
+        self, identity: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False
+    ) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
         With ``replace`` the layers of another run are deleted, and the log says so, instead of a refusal.
@@ -85,8 +87,8 @@ class Partial:
             SltaError: the folder is another run's.
         """
         with ranks.one_refusal():
-            known, run = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(run))
-            changed = [] if known is None else [key for key in run if known.get(key) != run[key]]
+            known, identity = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(identity))
+            changed = [] if known is None else [key for key in identity if known.get(key) != identity[key]]
             if changed and not replace:
                 raise SltaError(
                     f"{self.folder} belongs to another measurement (different {', '.join(changed)}): finish that "
@@ -102,7 +104,7 @@ class Partial:
                 self._delete_layers()
             if ranks.first and not (self.folder / RUN).exists():
                 with _written(self.folder / RUN) as beside:
-                    beside.write_text(json.dumps(run, sort_keys=True, indent=1))
+                    beside.write_text(json.dumps(identity, sort_keys=True, indent=1))
         if ranks.first and not quiet and (done := len([*self.folder.glob("layer-*.safetensors")])):
             click.echo(f"The first {counted(done, 'layer')} of this run {'are' if done > 1 else 'is'} done.", err=True)
 

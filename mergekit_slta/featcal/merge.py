@@ -151,11 +151,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         return sum(len(maps.groups) for maps in self.maps) + (self.head is not None)
 
     def solve(self, tell: Tell = lambda at_hand, samples: None) -> None:
-        """Write each layer's tensors when it is finished, and then the head's; ``tell`` is that of ``pass_layers``.
-
-        Raises:
-            SltaError: a checkpoint's tensors are missing or not finite, or one sample does not fit into memory.
-        """
+        """Write each layer's tensors when it is finished, and then the head's; ``tell`` is that of ``pass_layers``."""
         for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
             loud = numbered or SHARED in unsolved.values()

@@ -35,15 +35,11 @@ FORMAT = 23  # changes with the folder's content and with the way that layers ar
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
-    """Solve a recipe's feature merge into a folder that this process holds; go on after the layers that lie there.
-
-    Raises:
-        SltaError: something about models or data is wrong, or memory does not suffice.
-    """
+    """Solve a recipe's feature merge into a folder that this process holds; go on after the layers that lie there."""
     decoder, ranks = on_device(experiment.decoder, experiment.device), experiment.ranks
     data = experiment.load_data(experiment.recipe.tasks)
     weights, head = token_weights(data), head_to_solve(experiment)
-    run = experiment.identity(
+    identity = experiment.identity(
         data,
         format=FORMAT,
         weights=digest([row.tolist() for row in weights]),
@@ -51,7 +47,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         ridge=settings.ridge,
         head=head is not None,
     )
-    partial.begin(run, ranks, replace=True, quiet=experiment.quiet)
+    partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
     models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
     anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
     ridge = None if settings.ridge == "auto" else settings.ridge

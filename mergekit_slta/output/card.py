@@ -41,9 +41,6 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
     """Write an ``slta`` merge's statistics, and remove what an earlier one has written beside the weights.
 
     ``named`` is the statistics file that the recipe names, which may be the one there: it stays as it is.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     (folder / MANIFEST_OF_MERGE).unlink(missing_ok=True)
     beside = folder / STATISTICS_OF_MERGE
@@ -54,11 +51,7 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
 
 
 def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -> str:
-    """The card of a merge for others: the one in its folder, with our section, the recipe as mergekit understood it.
-
-    Raises:
-        SltaError: the card in the folder is not UTF-8 text, or its header is not valid YAML.
-    """
+    """The card of a merge for others: the one in its folder, with our section, the recipe as mergekit understood it."""
     path, method = folder / CARD, recipe.config.merge_method
     with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
         written = path.read_text(encoding="utf-8") if path.is_file() else f"# {folder.resolve().name}\n"

@@ -105,8 +105,8 @@ def statistics_of(
     with beside.held(ranks) if beside is not None else contextlib.nullcontext():
         layers = partial or beside
         if layers is not None:
-            run = experiment.identity(data, levels=levels)
-            layers.begin(run, ranks, replace=partial is not None, quiet=experiment.quiet)
+            identity = experiment.identity(data, levels=levels)
+            layers.begin(identity, ranks, replace=partial is not None, quiet=experiment.quiet)
         statistics = _measured(experiment, names, data, levels, layers)
         if file is not None and ranks.first:
             statistics.save(file)
