@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -132,7 +132,14 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
     return others
 
 
-recipe_path = click.argument("recipe", type=FILE)
+class _Existing(click.Path):
+    """A file to read; that it is missing is no wrong command line, and said before anything heavy is imported."""
+
+    def fail(self, message: str, param: click.Parameter | None = None, ctx: click.Context | None = None) -> NoReturn:
+        raise SltaError(message)
+
+
+recipe_path = click.argument("recipe", type=_Existing(exists=True, dir_okay=False, path_type=Path))
 calibration_files = click.option(
     "--calibration",
     multiple=True,

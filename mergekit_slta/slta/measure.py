@@ -88,7 +88,6 @@ def statistics_of(
     levels = [level for level in LEVELS if level in named]
     source = os.fspath(path or "") or getattr(recipe.settings, "statistics", "")
     file = resolve_statistics(source, experiment.options.transformers_cache) if source else None
-    beside = Partial(file.with_name(file.name + ".partial")) if file and not partial else None
     if file is not None:
         ranks.require_equal(file.is_file(), file.parent)
     if file is not None and file.is_file():
@@ -97,11 +96,10 @@ def statistics_of(
             click.echo(f"Note: {source} already holds the statistics of this recipe, so nothing is measured.", err=True)
         if partial is not None:
             partial.begin({"statistics": source}, ranks, replace=True)
-        elif beside is not None and ranks.first:
-            beside.remove()  # of a run that was killed after it had written the file
         return statistics
     require_calibration(recipe)
     data, names = experiment.load_data(recipe.tasks), published_names(recipe.references)
+    beside = Partial(file.with_name(f"{file.name}.partial")) if file is not None and partial is None else None
     with beside.held(ranks) if beside is not None else contextlib.nullcontext():
         layers = partial or beside
         if layers is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -154,7 +154,7 @@ class Statistics(Paragraphs):
         *,
         balance: bool = True,
         ridge: float | SupportsFloat = 0.0,
-        task_weights: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat] | None = None,
+        task_weights: Mapping[str, float | SupportsFloat] | None = None,
         samples: int | SupportsIndex | None = None,
         keep_weight: float | SupportsFloat | None = None,
     ) -> Solution:
@@ -164,8 +164,7 @@ class Statistics(Paragraphs):
             level: the level; by default ``attn_mlp`` if it was measured, else the first measured level.
             balance: give every sample the same influence (Eq. 33-34).
             ridge: draws the weights towards zero: adds ridge * trace(A) / T to A's diagonal.
-            task_weights: how much each expert's task counts relative to the others: ``T`` numbers, or a number by the
-                expert's name, 1 by default.
+            task_weights: how much each expert's task counts relative to the others, by the expert's name; 1 by default.
             samples: how many of each task's first samples to use; all by default.
             keep_weight: how much the base model's task counts, κ; 1 by default, 0 leaves it out.
 
@@ -222,20 +221,12 @@ class Statistics(Paragraphs):
             submodules[name] = solve(self.grams[name], self.task, **solved.settings, alpha=weights)
         return replace(solved, submodules=submodules, by_user=True)
 
-    def _task_weights(
-        self, given: Mapping[str, float | SupportsFloat] | Iterable[float | SupportsFloat]
-    ) -> tuple[float, ...]:
-        names = self.info.models
-        if not isinstance(given, Mapping):
-            listed = list(given)
-            if len(listed) != len(names):
-                raise SltaError(f"There are {len(listed)} task weights for {len(names)} experts: give one for each.")
-            given = dict(zip(names, listed, strict=True))
+    def _task_weights(self, given: Mapping[str, float | SupportsFloat]) -> tuple[float, ...]:
         named = {self._name(name): number(f"task_weights[{name}]", weight) for name, weight in given.items()}
         for name, weight in named.items():
             if not 0 <= weight < math.inf:
                 raise SltaError(f"The task weight of {name} is {weight:g}: give a number of at least zero.")
-        weights = tuple(named.get(name, 1.0) for name in names)
+        weights = tuple(named.get(name, 1.0) for name in self.info.models)
         if not any(weights):
             raise SltaError("Every task weight is zero: at least one task must count.")
         return weights

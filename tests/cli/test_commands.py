@@ -181,7 +181,7 @@ def test_every_option_of_solve_changes_the_solution_as_it_should(stats: Path) ->
     for options, expected in [
         (["--level", "layer"], alphas(statistics, "layer")),
         (["--models", "expert2, expert0"], alphas(statistics.take([2, 0]))),
-        (["--task-weight", "expert1=2.5"], alphas(statistics, task_weights=[1, 2.5, 1])),
+        (["--task-weight", "expert1=2.5"], alphas(statistics, task_weights={"expert1": 2.5})),
         (["--ridge", "0.5"], alphas(statistics, ridge=0.5)),
         (["--no-balance"], alphas(statistics, balance=False)),
         (["--samples", "2"], alphas(statistics.first_samples(2))),

@@ -34,7 +34,7 @@ def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
 
 
 def test_the_sentence_says_what_is_kept_of_each_expert_and_where() -> None:
-    solution = interfering([0.25, 1.0, 4.0]).solve("layer", task_weights=[1.0, 1.0])
+    solution = interfering([0.25, 1.0, 4.0]).solve("layer", task_weights={})
     kept = ", ".join(f"layer.{layer} {as_score(float(one[0]))}" for layer, one in enumerate(solution.retained.values()))
     assert kept == "layer.0 0.80, layer.1 0.50, layer.2 0.20"
     share = as_score(float(solution.retained_overall[0]))

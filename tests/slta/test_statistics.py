@@ -4,7 +4,7 @@ Their numbers are tested with the solver, the file with tests/slta/test_statisti
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,9 @@ def test_the_first_samples_of_each_task(statistics: Statistics) -> None:
 
 
 def test_each_submodule_is_solved_alone(statistics: Statistics) -> None:
-    settings: dict[str, Any] = {"ridge": 0.1, "balance": False, "task_weights": (1.0, 0.0, 2.0)}
-    solution = statistics.solve("layer", **settings)
+    settings: dict[str, Any] = {"ridge": 0.1, "balance": False}
+    solution = statistics.solve("layer", task_weights={"math": 1, "code": 0, "org/<b>chat": 2}, **settings)
+    settings["task_weights"] = (1.0, 0.0, 2.0)
     assert list(solution.alpha) == statistics.submodules("layer")
     assert solution.models == tuple(MODELS)
     with_errors = solution.bootstrap(20, seed=3)
@@ -99,15 +100,13 @@ def test_the_level_is_that_of_branches_if_it_was_measured(levels: list[str], lev
 @pytest.mark.parametrize(
     ("weights", "same_as"),
     [
-        ({"org/code": 2.5}, [1, 2.5, 1]),
-        ({"code": 2.5}, [1, 2.5, 1]),
+        ({"org/code": 2.5}, {"math": 1, "code": 2.5, "org/<b>chat": 1}),
         ({}, None),
-        ([1, 1, 1], None),
-        ((0, 0, 1), [0, 0, 7]),
+        ({"math": 0, "code": 0}, {"math": 0, "code": 0, "org/<b>chat": 7}),
     ],
 )
-def test_task_weights_by_name_or_in_order(
-    weights: Mapping[str, float] | Sequence[float], same_as: Sequence[float] | None, statistics: Statistics
+def test_task_weights_are_by_name(
+    weights: Mapping[str, float], same_as: Mapping[str, float] | None, statistics: Statistics
 ) -> None:
     found, expected = (statistics.solve(task_weights=given).alpha for given in (weights, same_as))
     assert all(torch.allclose(alpha, expected[name], rtol=0, atol=SOLVED_IN_FLOAT64) for name, alpha in found.items())
@@ -126,10 +125,12 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda it: it.solve(ridge="auto"), "'ridge' is 'auto': give a number."),
     (lambda it: it.solve(samples=1.5), "'samples' is 1.5: give a whole number."),
     (lambda it: it.solve(task_weights={"org/maths": 1}), "no expert 'org/maths', only org/math, org/code"),
-    (lambda it: it.solve(task_weights=[1, 2]), "2 task weights for 3 experts"),
-    (lambda it: it.solve(task_weights=[1, 2, -3]), "task weight of org/<b>chat is -3: give a number of at least zero"),
+    (
+        lambda it: it.solve(task_weights={"org/code": -3}),
+        "task weight of org/code is -3: give a number",
+    ),
     (lambda it: it.solve(task_weights={"code": "abc"}), "'task_weights[code]' is 'abc': give a number."),
-    (lambda it: it.solve(task_weights=[0, 0, 0]), "at least one task must count"),
+    (lambda it: it.solve(task_weights=dict.fromkeys(MODELS, 0)), "at least one task must count"),
     (lambda it: it.solve().bootstrap(1), "at least two"),
     (
         lambda it: it.solve().save_recipe("plain.yml", models={"org/maths": "."}),
