@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.groups import uncorrected
+from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.solution import require_solvable
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
@@ -258,8 +258,10 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for task in recipe.tasks if settings.runs_models else ():
         if is_dataset(task.calibration) and not _is_seen(experiment, task):
             yield f"The prompts of {task.calibration} are read when the models run: this check has not seen them."
-    if isinstance(settings, FeatcalSettings) and (layers := uncorrected(experiment.decoder)):
-        yield f"No map corrects what earlier layers have missed in the layers {listed(map(str, layers))}."
+    if isinstance(settings, FeatcalSettings):
+        maps = groups_by_layer(experiment.decoder)
+        if layers := [str(layer) for layer, of_layer in enumerate(maps) if not of_layer.writers]:
+            yield f"No map corrects what earlier layers have missed in the layers {listed(layers)}."
     if isinstance(settings, ActmatSettings) and has_adapters(recipe.references):
         yield (
             "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "

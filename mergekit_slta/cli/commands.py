@@ -31,7 +31,7 @@ from mergekit_slta.cli.options import (
     write_json,
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
-from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, number
+from mergekit_slta.errors import SltaError, as_note, files_named, interruptible
 from mergekit_slta.recipe.new import METHODS, WITHOUT_DATA, new_recipe
 from mergekit_slta.tables import known_names
 
@@ -300,8 +300,7 @@ def solve(
     all_models = measured.info.models
     chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
     names = known_names(chosen.info.models, all_models)
-    entries = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
-    weights = {name: number(name, value) for name, value in entries.items()}
+    weights: dict[str, Any] = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
     arguments = ("level", "balance", "ridge", "samples", "keep_weight")
     chosen_arguments = {name: value for name in arguments if (value := options.pop(name)) is not None}
     solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | chosen_arguments))

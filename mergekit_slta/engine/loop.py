@@ -66,9 +66,9 @@ class LayerMethod(ABC, Generic[Result]):
     ranks: Ranks  # the processes that share the batches
     stage = ""  # what of a layer is at hand, as the end of a line on progress
 
-    @abstractmethod
     def sources(self) -> Sequence[Sequence[Source]]:
-        """For each hidden-state stream, the model that embeds the samples of each task."""
+        """For each hidden-state stream, the model that embeds the samples of each task; by default the first."""
+        return [[self.models[0]] * len(self.tasks)]
 
     @abstractmethod
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:

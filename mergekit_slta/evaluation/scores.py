@@ -26,7 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.models.checkpoint import Checkpoint, Source, Tensors
+from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
 LOGIT_POSITIONS = 1024
@@ -112,9 +112,6 @@ class _Scoring(LayerMethod[dict[int, Score]]):
     """Each record's score, by its number among the records of all groups."""
 
     groups: Sequence[Group]
-
-    def sources(self) -> Sequence[Sequence[Source]]:
-        return [[self.models[0]] * len(self.tasks)]
 
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         for number, batch in enumerate(streams.batches):

@@ -59,11 +59,6 @@ def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
     return tuple(of_kind[first] for first in decoder.first_of_kind)
 
 
-def uncorrected(decoder: Decoder) -> list[int]:
-    """The layers in which no map corrects what earlier layers have missed."""
-    return [layer for layer, maps in enumerate(groups_by_layer(decoder)) if not maps.writers]
-
-
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
     built, names = decoder.layers[layer], decoder.layer_tensors[layer]

@@ -222,7 +222,7 @@ class Statistics(Paragraphs):
         return replace(solved, submodules=submodules, by_user=True)
 
     def _task_weights(self, given: Mapping[str, float | SupportsFloat]) -> tuple[float, ...]:
-        named = {self._name(name): number(f"task_weights[{name}]", weight) for name, weight in given.items()}
+        named = {self._name(name): number(f"task weight of {name}", weight) for name, weight in given.items()}
         for name, weight in named.items():
             if not 0 <= weight < math.inf:
                 raise SltaError(f"The task weight of {name} is {weight:g}: give a number of at least zero.")

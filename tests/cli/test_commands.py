@@ -232,7 +232,7 @@ def test_the_recipe_is_that_of_the_solution(stats: Path, llama: Family, tmp_path
     [
         (["--models", "expert0,math"], "no expert 'math', only expert0, expert1, expert2"),
         (["--task-weight", "expert1"], "write NAME=VALUE"),
-        (["--task-weight", "expert1=much"], "'expert1' is 'much': give a number"),
+        (["--task-weight", "expert1=much"], "is 'much': give a number"),
         (["--recipe", "x.yml", "--model", "expert9=a"], "(base, expert0, expert1, expert2)"),
         (["--recipe", "x.yml", "--model", "base=/nowhere"], "--model base=PATH"),
     ],

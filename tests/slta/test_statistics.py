@@ -129,7 +129,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
         lambda it: it.solve(task_weights={"org/code": -3}),
         "task weight of org/code is -3: give a number",
     ),
-    (lambda it: it.solve(task_weights={"code": "abc"}), "'task_weights[code]' is 'abc': give a number."),
+    (lambda it: it.solve(task_weights={"code": "abc"}), "'task weight of code' is 'abc': give a number."),
     (lambda it: it.solve(task_weights=dict.fromkeys(MODELS, 0)), "at least one task must count"),
     (lambda it: it.solve().bootstrap(1), "at least two"),
     (
