@@ -68,8 +68,8 @@ def test_a_hub_that_does_not_answer_may_answer_later(tmp_path: Path) -> None:
         (["evaluate", "RECIPE", "OUT"], "mergekit_slta.evaluation.evaluate.evaluate", "starts over"),
         (["linearity", "RECIPE", "-o", "L"], "mergekit_slta.nonlinearity.studies.linearity", "starts over"),
         (["calibrate", "RECIPE", "-o", "S"], "mergekit_slta.slta.measure.statistics_of", "resumes after the finished"),
-        (["merge", "RECIPE", "OUT"], "mergekit_slta.host.run._merge", "resumes after the finished layers"),
-        (["merge", "SFTM", "OUT"], "mergekit_slta.host.run._merge", "starts over"),
+        (["merge", "RECIPE", "OUT"], "mergekit_slta.host.run.set_aside", "resumes after the finished layers"),
+        (["merge", "SFTM", "OUT"], "mergekit_slta.host.run.set_aside", "starts over"),
     ],
 )
 def test_after_an_interruption_the_user_knows_what_the_same_command_does(
