@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +81,6 @@ class LayerMethod(ABC, Generic[Result]):
         Returns:
             The tensors of the layer's file, the same on all ranks.
         """
-
-    def shapes(self, layer: int) -> Mapping[str, Sequence[int]]:
-        """The names and shapes of tensors without which a layer's file is computed again."""
-        return {}
 
     def repeat_layer(
         self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
@@ -180,7 +176,7 @@ def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, t
     layers = range(len(decoder))
     finished: set[int | None] = set()
     if partial is not None:
-        finished = partial.finished([method.shapes(layer) for layer in layers])
+        finished = partial.finished(len(decoder))
         ranks.require_equal(len(finished), partial.folder)
     batches = decoder_batches(decoder, method.tasks, positions, ranks)
     streams = Streams(decoder, method.sources(), batches)

@@ -213,11 +213,6 @@ class FeatureMerge(LayerMethod[Tensors]):
         """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
         return batch.join(self.places), batch.join(self.token_weights)
 
-    def shapes(self, layer: int) -> dict[str, torch.Size]:
-        """The shapes of the tensors that the layer's file holds, by the model's names."""
-        state = self.decoder.layers[layer].state_dict()
-        return {name: state[key].shape for key, name in self.decoder.layer_tensors[layer].items()}
-
     def repeat_layer(
         self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:

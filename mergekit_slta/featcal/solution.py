@@ -48,14 +48,14 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         head=head is not None,
     )
     partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
-    models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
-    anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
-    ridge = None if settings.ridge == "auto" else settings.ridge
-    merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head, partial)
-    complete = len(partial.finished([merge.shapes(layer) for layer in range(len(decoder))])) > len(decoder)
+    complete = len(partial.finished(len(decoder))) > len(decoder)
     ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)
+        models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
+        anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
+        ridge = None if settings.ridge == "auto" else settings.ridge
+        merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head, partial)
         total = merge.stages * samples_here(decoder, token_ids, ranks)
         with progress_bar("Solving", models, total, experiment.quiet) as tell:
             merge.solve(tell)

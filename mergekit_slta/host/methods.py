@@ -119,12 +119,12 @@ class Method(GroupMergeMethod):
                 "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
             )
         merged = merge.tensor(group, **parameters)
-        name, out_dtype = group.metadata.name or "", experiment and experiment.recipe.config.out_dtype
-        dtype = dtype_from_name(experiment and experiment.exempt_types.get(name, out_dtype)) or merged.dtype
+        stored, out_dtype = group.metadata.name or "", experiment and experiment.recipe.config.out_dtype
+        dtype = dtype_from_name(experiment and experiment.exempt_types.get(stored, out_dtype)) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         if experiment is not None:
-            self._progress(name, 1)
+            self._progress(stored, 1)
         return merged
 
 
@@ -196,11 +196,11 @@ class FeatcalMerge(Merge):
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """Return the solved tensor; outside the layers, the base model's or the experts' average."""
         assert group.base is not None and group.metadata.name
-        base, name = group.base.tensor, group.metadata.name
-        tensor = self._solved.tensor(name)
+        base, stored = group.base.tensor, group.metadata.name
+        tensor = self._solved.tensor(stored)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        if not self._solved.is_language(name):
+        if not self._solved.is_language(stored):
             return base
         equal = torch.tensor(1 / (len(group.non_base) + self._keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
@@ -248,13 +248,13 @@ class DataFreeMerge(Merge):
             if base not in self._roles:
                 self._roles[base] = model_roles(base, self._trusted, self.spec.name)
             roles = self._roles[base]
-        name, layout = group.metadata.name or "", self._layout
-        piece = layout.pieces.get(name) if layout else None
-        endings = dotted_tails(piece.targets[0] if piece else name)
+        stored, layout = group.metadata.name or "", self._layout
+        piece = layout.pieces.get(stored) if layout else None
+        endings = dotted_tails(piece.targets[0] if piece else stored)
         role = next((roles[ending] for ending in endings if ending in roles), None)
         if role is None:
-            return role_by_shape(name, tensor, group.metadata.vocabulary_axis)
-        return turned(role) if layout and layout.turned(name) else role
+            return role_by_shape(stored, tensor, group.metadata.vocabulary_axis)
+        return turned(role) if layout and layout.turned(stored) else role
 
 
 class ActmatMerge(DataFreeMerge):

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
-from mergekit_slta.files import digest
+from mergekit_slta.files import digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import require_levels
@@ -313,7 +313,7 @@ class Experiment:
         return [model.fingerprint() for model in self.checkpoints]
 
     def identity(self, data: Sequence[CalibrationData], **more: Any) -> dict[str, Any]:
-        """What decides the layers of a run: models, samples and ``more``; values that JSON can hold.
+        """What decides the layers of a run: versions, models, samples and ``more``; values that JSON can hold.
 
         The size, time and inode of every file also differ after an edit of a few rows, which a content's sample of the
         bytes does not show. Where processes have disks of their own, the first one's count.
@@ -321,6 +321,7 @@ class Experiment:
         adapters = [self.options.lora_merge_dtype] if any(one.reference.lora for one in self.checkpoints) else []
         stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
         return {
+            "versions": versions(),
             "models": self.fingerprints,
             "config": hashed_computation(self.base.config),
             "tokens": [samples.sha256 for samples in data],

@@ -82,15 +82,11 @@ class _Calibration(LayerMethod[Grams]):
         """[stream][task]: the model that embeds the samples; level ``model`` also needs each expert's own stream."""
         return [[self.models[stream]] * len(self.tasks) for stream in self.followed]
 
-    def shapes(self, layer: int) -> dict[str, tuple[int, int, int]]:
-        """The shapes [N, T, T] of the layer's Gram matrices."""
-        names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
-        return dict.fromkeys(names, self.shape)
-
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
         features = LayerFeatures(self.decoder, layer, tensors, self.levels)
-        measured = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes(layer).items()}
+        names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
+        measured = {name: torch.zeros(self.shape, dtype=torch.float64) for name in names}
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)
             base = features.run_base(hidden, call)
