@@ -91,9 +91,10 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get an un
         of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if is_out_of_memory(error) or not of_library:
             raise
+        kind = SltaError
         if "No space left" in str(error):  # the reader writes too: it merges an adapter, or downloads
-            fix = "make room on the disk"
-        raise SltaError(f"{what} {problem} ({first_line(error)}): {fix}.") from error
+            kind, fix = MachineError, "make room on the disk"
+        raise kind(f"{what} {problem} ({first_line(error)}): {fix}.") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -115,7 +116,7 @@ def files_named(then: str = "") -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             fix = "merge fewer experts, with 'dtype: bfloat16' or without a GPU; `ask` needs memory for a whole model"
-            raise SltaError(f"Memory ran out ({first_line(error)}): {fix}.") from error
+            raise MachineError(f"Memory ran out ({first_line(error)}): {fix}.") from error
         # safetensors and torch have errors of their own for files that they cannot open or write.
         of_library = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")
         if not (of_library or isinstance(error, OSError)) or getattr(error, "errno", None) == errno.EPIPE:

@@ -72,5 +72,5 @@ def test_a_lack_of_memory_is_said_and_blames_no_file(
         "ask": [llama.base, prompts, "--max-new-tokens", 2, "-o", tmp_path / "answers.jsonl"],
         "merge": [recipe, tmp_path / "out"],
     }
-    said = run(command, *arguments[command], "--quiet", code=1).output.splitlines()[-1]
+    said = run(command, *arguments[command], "--quiet", code=3).output.splitlines()[-1]
     assert said.startswith("Error: Memory ran out ([enforce fail at") and "merge fewer experts" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from mergekit_slta.errors import MachineError, SltaError, first_line, suggestion
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
 
+TOO_MANY_REQUESTS, SERVER_FAULTS = 429, 500
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
 # The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -32,6 +35,9 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 def refused(problem: str, error: Exception) -> SltaError:
     """The refusal for one of ``HUB_ERRORS``; ``problem`` is the sentence up to the reason, which is added."""
     later = _no_answer(error) or isinstance(error, (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled))
+    if isinstance(error, hub.HfHubHTTPError):
+        later |= error.response.status_code == TOO_MANY_REQUESTS or error.response.status_code >= SERVER_FAULTS
+    later |= getattr(error, "errno", None) in DISK_FULL
     return (MachineError if later else SltaError)(f"{problem}{reason(error)}.")
 
 

@@ -1,14 +1,19 @@
 """What scripts and continuous integration rely on: exit codes, JSON, and what is said without a terminal."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from conftest import WriteRecipe
+from huggingface_hub.errors import HfHubHTTPError
+from mergekit.common import ModelPath
 from support import families
 from support.command import run
 from support.families import Family
@@ -16,8 +21,9 @@ from support.hub import serve
 
 from mergekit_slta.cli import commands
 from mergekit_slta.engine import loop
-from mergekit_slta.errors import MachineError, SltaError, all_of
+from mergekit_slta.errors import MachineError, SltaError, all_of, reading
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore
+from mergekit_slta.models.hub import asking
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -59,6 +65,21 @@ def test_a_hub_that_does_not_answer_may_answer_later(tmp_path: Path) -> None:
     assert "the Hub cannot be reached" in run("solve", "hf:org/none/s.safetensors", code=3).output
     with serve(tmp_path / "repositories", tmp_path / "hub"):
         assert "no such repository" in run("solve", "hf:org/none/s.safetensors", code=1).output
+
+
+@pytest.mark.parametrize(
+    "block", [asking(ModelPath(path="org/model")), reading("The model")], ids=["asking", "reading"]
+)
+def test_a_disk_that_a_download_fills_is_no_fault_of_the_model(block: AbstractContextManager[None]) -> None:
+    with pytest.raises(MachineError, match="No space left"), block:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("status", "code"), [(429, 3), (503, 3), (403, 1)])
+def test_a_hub_that_is_overloaded_may_answer_later(status: int, code: int) -> None:
+    with pytest.raises(SltaError) as caught, asking(ModelPath(path="org/model")):
+        raise HfHubHTTPError("The Hub refuses.", response=mock.Mock(status_code=status, headers={}))
+    assert caught.value.exit_code == code
 
 
 @pytest.mark.parametrize(
