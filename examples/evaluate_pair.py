@@ -99,8 +99,7 @@ def recipes(base: str, expert: str, options: Mapping[str, Any]) -> dict[str, Rec
         **found,
         "ties": recipe("ties", [{"model": expert, "parameters": {"weight": 1.0, "density": 0.5}}]),
         "slerp": recipe("slerp", [{"model": base}, {"model": expert}], t=0.5),
-        "featcal": recipe("featcal", [gain], samples=options["samples"]),
-        "featcal-keep": recipe("featcal", [gain, keep], samples=options["samples"]),
+        "featcal": recipe("featcal", [gain, keep], samples=options["samples"]),
     }
 
 

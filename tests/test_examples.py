@@ -20,7 +20,10 @@ from support.html_elements import assert_self_contained
 from transformers import AutoTokenizer
 
 import mergekit_slta
+from mergekit_slta.checks.examine import examine
+from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.settings import SETTINGS
 
 TASKS = ["strings", "sums", "words"]
 
@@ -73,14 +76,16 @@ def test_the_shipped_models_score_as_in_the_findings() -> None:
         assert list(family.evaluate(folder).values()) == pytest.approx(scores, abs=0.011)
 
 
-def test_the_recipes_for_a_pair_are_sound() -> None:
-    options = {"calibration": "a.jsonl", "template": "", "keep": "b.jsonl", "keep_template": r"{x}\n{y}"}
-    found = evaluate_pair.recipes("org/base", "org/expert", options | {"samples": 3, "dtype": "bfloat16"})
-    alone, keeping = (Recipe.parse(yaml.safe_dump(found[name]), name) for name in ("featcal", "featcal-keep"))
-    alone.require_sound()
-    keeping.require_sound()
-    assert alone.keep is None and keeping.keep is not None
-    assert (keeping.keep.calibration, keeping.keep.template) == ("b.jsonl", "{x}\n{y}")
+def test_the_recipe_for_a_pair_passes_the_check_that_a_merge_makes(llama: families.Family, tmp_path: Path) -> None:
+    template = {"template": "", "keep_template": r"{text}\n{text}"}
+    options = {"calibration": str(llama.data[0]), "keep": str(llama.data[1]), "samples": 3, "dtype": "bfloat16"}
+    found = evaluate_pair.recipes(str(llama.base), str(llama.experts[0]), options | template)
+    ours = [content for content in found.values() if content["merge_method"] in SETTINGS]
+    assert ours
+    for content in ours:
+        recipe = Recipe.parse(yaml.safe_dump(content), "recipe.yml")
+        examine(Experiment(recipe), out_path=tmp_path / "out")
+        assert recipe.keep is not None and recipe.keep.template == "{text}\n{text}"
 
 
 def test_the_table_of_a_pair_says_what_is_gained_and_kept() -> None:
