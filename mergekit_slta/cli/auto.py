@@ -76,9 +76,13 @@ class Plan:
         against: Sequence[str] = (),
     ) -> None:
         require_sources(MERGE, len(experts), len(calibration))
+        if not keep_base and len(experts) == 1:
+            raise SltaError("--no-keep-base merges several experts: with one, leave it out, or copy the expert.")
+        if not keep_base and len(calibration) > len(experts):
+            raise SltaError("--no-keep-base leaves no use for the base model's --calibration: leave one of them out.")
         self.folder, self.base, self.experts = folder, base, experts
         self.options: Sequence[str] = ()  # mergekit's, for every step that opens models
-        self.choices = [*["--no-keep-base"] * (not keep_base), *(f"--against={method}" for method in against)]
+        self.keep_base, self.choices = keep_base, [f"--against={method}" for method in against]
         models = [*experts, *[base] * keep_base]
         written = dict(zip(models, (folder / "answers" / file for file in answer_files(models)), strict=True))
         self.answers = {
@@ -109,9 +113,8 @@ class Plan:
         """The command that plans the same for some of the experts."""
         models = [model for model in (*experts, self.base) if model in self.sources.keys() - self.answers]
         given = [f"--calibration={self.sources[model]}" for model in models]
-        return shlex.join(
-            ["mergekit-slta", "auto", self.base, *experts, "-o", folder, *given, *self.choices, *self.options]
-        )
+        choices = ["--no-keep-base"] * (not self.keep_base and len(experts) > 1) + self.choices
+        return shlex.join(["mergekit-slta", "auto", self.base, *experts, "-o", folder, *given, *choices, *self.options])
 
     def checked(self, options: Mapping[str, Any]) -> Experiment:
         """Open the main merge's recipe, and refuse what ``check`` refuses, and files without a prompt to evaluate.

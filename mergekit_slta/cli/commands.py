@@ -73,8 +73,8 @@ def main() -> None:
 
     With --json, a command writes, even if it fails, its name (`command`), its `exit_code`, the `problems` in a sentence
     each, and what it has found: `check`, `verify`, `evaluate` and `publish` by the names of the Python function's
-    result; `merge` the folder `out` and its `manifest`; `auto` the verdict's `lines` and the `best` merge. `solve`
-    writes its result alone.
+    result; `merge` the folder `out` and its `manifest`; `auto` the verdict's `lines` and the `best` merge, or with
+    --dry-run the plan's `lines`. `solve` writes its result alone.
     """
 
 
@@ -102,7 +102,12 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("-o", "--output", "folder", required=True, metavar="FOLDER", type=FOLDER, help="The folder to write.")
 @calibration_files
-@click.option("--keep-base/--no-keep-base", default=True, show_default=True, help="Keep the base model's abilities.")
+@click.option(
+    "--keep-base/--no-keep-base",
+    default=True,
+    show_default=True,
+    help="Keep the base model's abilities; one expert needs that.",
+)
 @click.option(
     "--against",
     multiple=True,
@@ -112,7 +117,7 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 @click.option("--keep", is_flag=True, help="Delete no merged model; by default, featcal's and the best remain.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option
-def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, **options: Any) -> Result | None:
+def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, **options: Any) -> Result:
     """Merge each EXPERT, a fine-tune of the model BASE, with featcal, compare the merge, and say what it is worth.
 
     The command first says what it is going to do, and refuses what `check` refuses. Models without --calibration answer
@@ -136,10 +141,11 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     run = automatic.Run(planned, typed, options["quiet"])
     experiment = planned.checked(applied(options))
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
-    for line in planned.described(experiment):
+    lines = "\n".join(planned.described(experiment)).splitlines()
+    for line in lines:
         click.echo(line, err=True)
     if dry_run:
-        return None
+        return Result({"lines": lines})
     with interruptible("goes on"):
         judged = run.make(keep)
     return Result(judged._asdict(), "\n".join(judged.lines))
@@ -193,9 +199,9 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
 def check(recipe: Path, **options: Any) -> Result:
     """Find everything that is wrong with RECIPE, before anything large is downloaded or computed.
 
-    The command checks the recipe, then models, data and disk. It reads configurations, the headers of the model files
-    (from the Hub, for models there) and calibration data in local files. It prints the download, the disk space and
-    the memory that the merge needs.
+    The command checks the recipe, then models, data and the disk for downloads. It reads configurations, the headers of
+    the model files (from the Hub, for models there) and calibration data in local files. It prints the download, the
+    disk space and the memory that the merge needs; `merge` also checks that the output's disk has the space.
     """
     from mergekit_slta.checks import examine
 

@@ -36,8 +36,9 @@ def stamps(folder: Path) -> dict[str, int]:
 
 def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_again(models: family.Family) -> None:
     words = arguments(models, "sums", "strings", "words")
-    planned = run(*words, "--dry-run")
+    planned = run(*words, "--dry-run", "--json", "-")
     assert "Memory" in planned.stderr and not Path("out").exists()
+    assert "\n".join(json.loads(planned.stdout)["lines"]) in planned.stderr
 
     first = run(*words)
     assert "featcal is better than actmat" in first.stdout
@@ -101,7 +102,8 @@ def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> No
     same = Path(shutil.copytree(models.base, "same"))
     said = run(*arguments(models, "sums", "strings", strings=same)).stdout
     assert "Next: leave same out, which is no better than the base model" in said
-    assert f"auto {models.base} {models.experts['sums']} -o FOLDER --calibration={models.calibration['sums']}" in said
+    one = ["auto", models.base, models.experts["sums"], "-o", "FOLDER", f"--calibration={models.calibration['sums']}"]
+    assert said.rstrip().endswith(f": mergekit-slta {' '.join(map(str, one))}")
 
 
 def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +130,10 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     assert "files that `auto` has not written" in run(*words, code=1).stderr
     with pytest.raises(SltaError, match="--calibration is given 2 times"):
         auto.Plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
+    with pytest.raises(SltaError, match="with one, leave it out, or copy the expert"):
+        auto.Plan("base", ["a"], Path("out"), keep_base=False)
+    with pytest.raises(SltaError, match="no use for the base model's --calibration"):
+        auto.Plan("base", ["a", "b"], Path("out"), ["a.jsonl", "b.jsonl", "base.jsonl"], keep_base=False)
 
 
 # The plan and the verdict
