@@ -76,11 +76,12 @@ def _disk(experiment: Experiment) -> Disk:
     recipe = experiment.recipe
     base, config = experiment.model(recipe.base), recipe.config
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
+    adapter_type = experiment.options.lora_merge_dtype  # None is the base model's
     return Disk(
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
         _stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
         _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
-        sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(config.dtype)),
+        sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(adapter_type)),
     )
 
 

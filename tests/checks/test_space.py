@@ -45,6 +45,8 @@ def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_na
     findings = check(recipe, lora_merge_cache=cache)
     assert findings.needs is not None and findings.needs.adapters == 4 * WHOLE
     assert "for the merged adapters" in str(findings.needs)
+    in_base_type = check(Recipe(content | {"dtype": "bfloat16"}), lora_merge_cache=cache).needs
+    assert in_base_type is not None and in_base_type.adapters == 4 * WHOLE
     assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
     assert "merge(recipe, './merged') with the same options" in str(check(Recipe(content), lora_merge_cache=cache))
 
