@@ -27,7 +27,7 @@ class MergeOptions(Options, total=False):
     unsafe_truncate_embeddings: bool  # cut embeddings to the smallest vocabulary, which adjusts no tokenizer
     lora_merge_dtype: str | None  # the data type to merge LoRA adapters in
     lazy_unpickle: bool  # read pickled checkpoints tensor by tensor
-    out_shard_size: int | SupportsIndex  # parameters in each file that is written; 5 billion by default
+    out_shard_size: int | SupportsIndex  # the most bytes of each file that is written; 5 billion by default
     copy_tokenizer: bool  # copy the base model's tokenizer; True by default
     write_model_card: bool  # write a README with the recipe and how the model was made; True by default
     safe_serialization: bool  # write safetensors files, not pickled ones; True by default
