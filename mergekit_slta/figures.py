@@ -35,7 +35,7 @@ DOTS_PER_INCH = 170
 NAME_LENGTH = 30
 GROUP_NAME_LENGTH = 14
 ROW_NAME_LENGTH = 20
-LEGEND_LENGTH = 48  # of a row of the legend
+LEGEND_LENGTH = 50  # of a row of the legend
 # Of more rows or columns of a heat map than these, every second or third is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
 MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
@@ -119,7 +119,8 @@ def line_chart(
             for i, line in enumerate(panel.lines):
                 colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
                 y = np.clip(line.y, lowest, math.inf)
-                ax.plot(line.x, y, color=colour, marker=marker, label=_short(line.label))
+                way = "-" if len(line.x) > 1 else ""  # one point has no line, in the legend neither
+                ax.plot(line.x, y, color=colour, linestyle=way, marker=marker, label=_short(line.label))
             ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
             ax.margins(x=0.05, y=0.15)
             ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -163,7 +164,8 @@ def point_chart(groups: Sequence[str], series: Sequence[Points], *, x_label: str
     """
     step = len(series) + 0.7
     positive = [value for points in series for value in points.values if value > 0]
-    least, most = min(positive, default=0.1) / 2, max(positive, default=1.0)
+    least = 10.0 ** math.floor(math.log10(min(positive, default=0.1) / 2))
+    most = 10.0 ** math.ceil(math.log10(max(positive, default=1.0)))
     with matplotlib.rc_context({**STYLE, "axes.grid.axis": "x"}):
         figure, (ax,) = _figure([LINE_HEIGHT * step * len(groups)], [points.label for points in series])
         for i, points in enumerate(series):
@@ -180,15 +182,14 @@ def point_chart(groups: Sequence[str], series: Sequence[Points], *, x_label: str
         ax.set_xscale("log")
         ax.margins(x=0.45)  # room for the numbers
         ax.set_xlim(left=least)
-        ticks = LogLocator(subs=(1.0,) if most > 100 * least else (1.0, 2.0, 5.0), numticks=7).tick_values(least, most)
-        ax.set_xticks([tick for tick in ticks if least <= tick <= 1.5 * most])
+        ax.set_xticks([tick for tick in LogLocator(numticks=7).tick_values(least, most) if least <= tick <= 1.5 * most])
         ax.xaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
         middles = [(len(series) - 1) / 2 + step * group for group in range(len(groups))]
         ax.set_yticks(middles, [_short(group, GROUP_NAME_LENGTH) for group in groups])
         ax.tick_params(axis="y", length=0)
-        ax.invert_yaxis()
-        ax.set_xlabel(x_label)
+        ax.set_ylim(middles[-1] + step / 2, middles[0] - step / 2)
+        ax.set_xlabel(f"{x_label} (log scale)")
         _legend(figure, ax)
         return figure
 
@@ -218,8 +219,8 @@ def _legend(figure: Figure, ax: Axes) -> None:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    longest = min(max(map(len, labels)), NAME_LENGTH)
-    return max(1, min(len(labels), LEGEND_LENGTH // (longest + 6)))
+    lengths = [min(len(label), NAME_LENGTH) + 6 for label in labels]
+    return len(labels) if sum(lengths) <= LEGEND_LENGTH else max(1, LEGEND_LENGTH // max(lengths))
 
 
 def _short(label: str, length: int = NAME_LENGTH) -> str:

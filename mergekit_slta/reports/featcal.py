@@ -55,7 +55,7 @@ def drift_page(
                 title="Distance of the features by layer",
                 caption="How far each layer's output is from the output of the task's own model, on the task's "
                 "prompts; lower is better.",
-                picture=line_chart([Panel("the merge", curves)], x_label="decoder layer", y_label="relative distance"),
+                picture=line_chart([Panel("", curves)], x_label="decoder layer", y_label="relative distance"),
                 table=Table(["layer", *names], [[str(n), *map(digits, row)] for n, row in enumerate(errors.tolist())]),
             )
         ],

@@ -140,9 +140,9 @@ def _distance_map(result: Linearity) -> Chart:
         "features at two points on the way from the base model to the expert. If features change linearly, the stripes "
         "along the diagonal are even.",
         picture=heat_map(
-            [Matrix(name, distances, STEP_NAMES, STEP_NAMES)],
-            x_label="share α of the expert's change",
-            y_label="share α",
+            [Matrix("whole model" if name == "model" else name, distances, STEP_NAMES, STEP_NAMES)],
+            x_label="weight α of the expert's change",
+            y_label="weight α",
             value_label="distance of the features, relative to the whole way",
         ),
         table=Table(["From, to", *(f"α = {step}" for step in STEP_NAMES)], rows),

@@ -22,6 +22,7 @@ from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_
 
 DRAWS = 200  # of the samples, for the intervals of the merging weights
 MOST_DRAWN = 50  # experts; the draws of more take gigabytes
+SCALE = "A share of 0 means that the merge retains nothing of an expert's change; 1, all of it."
 MEANING = (
     "A feature is the output of a submodule. On the expert's own prompts, 1 means that the merge's submodules give the "
     "expert's outputs, 0 that they are as far from the expert's as the base model's are. The "
@@ -53,7 +54,7 @@ def report_page(merge: Solution | Statistics) -> Page:
         charts = [_retained_chart(solution), _alpha_chart(solution, weights)]
     return Page(
         title=f"Report on a merge of {enumerated(short_names(solution.models))}",
-        verdict=[solution.verdict(), MEANING, *solution.notes()],
+        verdict=[f"{SCALE} {solution.verdict()}", MEANING, *solution.notes()],
         facts=_facts(solution),
         charts=charts,
         table=table,
@@ -127,12 +128,15 @@ def _weights(solution: Solution) -> list[list[str]]:
     drawn = solution.bootstrap(DRAWS).intervals() if known else {}
     unknown = torch.full((2, len(solution.models)), math.nan)
     return [
-        [
-            plain_number(weight) + ("" if math.isnan(low) else f" ({plain_number(low)} to {plain_number(high)})")
-            for weight, low, high in zip(alpha.tolist(), *interval.tolist(), strict=True)
-        ]
+        [*map(_with_interval, alpha.tolist(), *interval.tolist())]
         for alpha, interval in ((alpha, drawn.get(name, unknown)) for name, alpha in solution.alpha.items())
     ]
+
+
+def _with_interval(weight: float, low: float, high: float) -> str:
+    if math.isnan(low):
+        return as_score(weight)
+    return f"{as_score(weight)} ({as_score(low)}{'–' if low >= 0 else ' to '}{as_score(high)})"
 
 
 def _table(solution: Solution, cells: Iterable[Iterable[str]]) -> Table:

@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from mergekit_slta import files
@@ -21,9 +22,9 @@ from mergekit_slta.figures import AXIS, COLOURS, DOTS_PER_INCH, INK, STYLE, WIDT
 
 SCORES = Path(__file__).with_name("scores.json")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, _ = COLOURS
+BLUE, ORANGE, GREEN, PINK, _, SKY, _ = COLOURS
 MERGES = {
-    "experts": ("experts alone", GREEN),
+    "experts": ("each expert alone", GREEN),
     "best": ("best of mergekit's", "#9a9a9a"),
     "slta": ("slta attn_mlp", PINK),
     "actmat": ("actmat", ORANGE),
@@ -79,10 +80,11 @@ def _merged(ax: Axes, group: dict[str, Any]) -> None:
 
 
 def _kept(ax: Axes, group: dict[str, Any]) -> None:
-    series = (("accuracy on its task", SKY), ("instructions followed", YELLOW))
-    for i, (label, colour) in enumerate(series):
+    colours = np.array([to_rgb(colour) for colour in (INK, GREEN, SKY, BLUE)])  # of the models, as in other charts
+    for i, (label, strength) in enumerate((("accuracy on its task", 1.0), ("instructions followed", 0.4))):
+        style: Any = {"color": 1 - strength * (1 - colours), "height": 0.34, "label": label}
         places = [row + 0.36 * (i - 0.5) for row in range(len(group["scores"]))]
-        _bars(ax, places, [scores[i] for scores in group["scores"].values()], color=colour, height=0.34, label=label)
+        _bars(ax, places, [scores[i] for scores in group["scores"].values()], **style)
     ax.set_yticks(range(len(group["scores"])), list(group["scores"]))
     _frame(ax, group)
     ax.set_xlabel("share of the prompts")

@@ -13,11 +13,11 @@ from support.html_elements import Elements, assert_self_contained
 from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 
 from mergekit_slta.reports import merge
-from mergekit_slta.reports.merge import DRAWS, report, report_page
+from mergekit_slta.reports.merge import DRAWS, SCALE, report, report_page
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Solution, Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
-from mergekit_slta.words import as_score, plain_number
+from mergekit_slta.words import as_score
 
 
 def interfering(powers: Sequence[float], samples: int = 6) -> Statistics:
@@ -84,7 +84,7 @@ def test_the_page_needs_nothing_else_and_its_tables_hold_the_solution(level: str
     for name, alpha in solution.alpha.items():
         shares = [f"<td>{as_score(share)}</td>" for share in solution.retained[name].tolist()]
         assert all(share in text for share in shares)
-        assert all(f"<td>{plain_number(weight)} (" in text for weight in alpha.tolist())
+        assert all(f"<td>{as_score(weight)} (" in text for weight in alpha.tolist())
         row = f'<th scope="row">{name}</th>{"".join(shares)}</tr>'
         assert (row in text) == (level != "model")  # whose rows are the experts
 
@@ -93,7 +93,7 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     """At the default level."""
     statistics = synthetic.statistics(["org/math"], ["model", "attn_mlp"], layers=1, samples=1)
     first, _ = report_page(statistics).verdict
-    assert first == "At level attn_mlp, the merge retains 1.00 of math's feature change."
+    assert first == f"{SCALE} At level attn_mlp, the merge retains 1.00 of math's feature change."
     assert report(statistics, tmp_path).is_file()
 
 
@@ -107,8 +107,8 @@ def test_the_weights_stand_with_their_intervals(samples: int) -> None:
     """One sample per task gives no bootstrap interval."""
     solution = synthetic.statistics(levels=["attn_mlp"], samples=samples).solve()
     chart, ends = report_page(solution).charts[1], intervals(solution)
-    weights, low, high = (plain_number(float(values[0, 0])) for values in (solution.alpha["layer.0.attn"][None], *ends))
-    assert chart.table.rows[0][1] == (f"{weights} ({low} to {high})" if samples > 1 else weights)
+    weights, low, high = (as_score(float(values[0, 0])) for values in (solution.alpha["layer.0.attn"][None], *ends))
+    assert chart.table.rows[0][1] == (f"{weights} ({low}–{high})" if samples > 1 else weights)
 
 
 def test_many_experts_are_reported_without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_the_command_writes_the_report_and_says_its_sentence(tmp_path: Path) -> 
     statistics.save(tmp_path / "stats.safetensors")
     said = run("report", tmp_path / "stats.safetensors", "-o", tmp_path / "new").output
     solution = statistics.solve("layer")
-    assert said.startswith(f"{solution.verdict()}\n")
+    assert said.startswith(f"{SCALE} {solution.verdict()}\n")
     assert (tmp_path / "new" / "report.html").is_file()
     assert "There is no statistics file" in run("report", tmp_path / "none", "-o", tmp_path / "other", code=1).output
     assert not (tmp_path / "other").exists()
