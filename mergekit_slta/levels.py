@@ -22,18 +22,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
-from mergekit_slta.errors import SltaError
-
 Level = Literal["model", "layer", "attn_mlp", "head_mlp", "linear"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
 BRANCHES = ("attn", "mlp")
-
-
-def require_levels(levels: Iterable[str]) -> None:
-    for level in levels:
-        if level not in LEVELS:
-            raise SltaError(f"'{level}' is not one of {', '.join(LEVELS)}.")
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,10 @@ from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, TOKENIZER_FILES
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    WEIGHT_FILES,
     adapter_weights,
     listed,
-    weight_files,
+    weight_map,
 )
 from mergekit_slta.models.layout import model_tensor_name
 
@@ -55,9 +56,14 @@ def source_folders(reference: ModelReference, cache_dir: str | None = None) -> t
 
 
 def source_files(folder: Path, adapter: Path | None) -> list[Path]:
-    """The files that decide a model's tensors, and its own code; some need not exist, see ``weight_files``."""
-    code = sorted(folder.glob(CODE))
-    return [*weight_files(folder), *code, *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else [])]
+    """The files that decide a model's tensors, and its own code; those that mergekit prefers need not exist."""
+    preferred = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
+    weights = [folder / name for name in dict.fromkeys([*preferred, *weight_map(folder)])]
+    return [
+        *weights,
+        *sorted(folder.glob(CODE)),
+        *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else []),
+    ]
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:

@@ -200,12 +200,6 @@ def weight_map(folder: Path) -> dict[str, list[str]]:
     raise SltaError(f"{folder} has no tensors: mergekit needs {' or '.join(WEIGHT_FILES)}, whole or with an index.")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that decide which tensors mergekit reads from a folder; those that it prefers need not exist."""
-    chosen = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
-    return [folder / name for name in dict.fromkeys([*chosen, *weight_map(folder)])]
-
-
 def adapter_weights(folder: Path) -> Path:
     """The weight file in an adapter's folder; an SltaError if it has none."""
     for file in (folder / name for name in ADAPTER_FILES):

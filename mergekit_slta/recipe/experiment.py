@@ -25,7 +25,7 @@ from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, re
 from mergekit_slta.files import digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.levels import require_levels
+from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -170,7 +170,7 @@ class Experiment:
 
     def require_levels(self, levels: Sequence[str]) -> None:
         """Refuse what is no level, and ``model`` where vocabularies or the models' tails let nobody compare logits."""
-        require_levels(levels)
+        refuse(f"'{level}' is not one of {', '.join(LEVELS)}." for level in levels if level not in LEVELS)
         if "model" in levels:
             others = other_vocabularies(*self.models)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
