@@ -154,21 +154,16 @@ def test_every_result_has_one_frame_as_json(family: Family, write_recipe: WriteR
     assert json.loads(file.read_text())["exit_code"] == 2
 
 
-@pytest.mark.parametrize(("kept", "unscored"), [(0.8, ()), (None, ()), (0.8, ("code",))])
 def test_evaluate_fails_where_a_task_is_not_scored(
-    kept: float | None,
-    unscored: tuple[str, ...],
-    llama: Family,
-    write_recipe: WriteRecipe,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    llama: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gains = {"base model": 0.0, "expert math": 0.1, "out": kept}
-    scores = {name: TaskScore(None, None, None, 0, 0, None, 0.0, gain, 1.0) for name, gain in gains.items()}
-    comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores, {})}, unscored)
-    monkeypatch.setattr("mergekit_slta.evaluation.evaluate.evaluate", lambda *arguments: comparison)
-    said = run("evaluate", write_recipe(llama), tmp_path, code=len(unscored))
-    assert ("gains most from more prompts" in said.stdout) == (kept == 0.8)
+    for kept, unscored in [(0.8, ()), (None, ("code",))]:
+        gains = {"base model": 0.0, "expert math": 0.1, "out": kept}
+        scores = {name: TaskScore(None, None, None, 0, 0, None, 0.0, gain, 1.0) for name, gain in gains.items()}
+        comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores, {})}, unscored)
+        monkeypatch.setattr("mergekit_slta.evaluation.evaluate.evaluate", lambda *arguments, it=comparison: it)
+        said = run("evaluate", write_recipe(llama), tmp_path, code=len(unscored))
+        assert ("gains most from more prompts" in said.stdout) == (kept == 0.8)
 
 
 def test_without_a_terminal_a_merge_prints_no_bars(

@@ -41,10 +41,5 @@ def test_two_models_may_have_one_name() -> None:
 def test_the_table_has_every_layers_distances() -> None:
     (chart,) = page().charts
     assert list(chart.table.header) == ["layer", "math", "code"]
-    numbers = [
-        ["0.110", "0.120"],
-        ["0.140", "0.001"],
-        ["0.410", "0.324"],
-        ["0.420", "0.350"],
-    ]
+    numbers = [["0.110", "0.120"], ["0.140", "0.001"], ["0.410", "0.324"], ["0.420", "0.350"]]
     assert [list(row) for row in chart.table.rows] == [[str(i), *errors] for i, errors in enumerate(numbers)]
