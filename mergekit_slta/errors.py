@@ -16,6 +16,7 @@ Result = TypeVar("Result")
 LONGEST = 2000  # characters of a sentence
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _OUT_OF_MEMORY = re.compile("out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator", re.IGNORECASE)
+_DISK_FULL = re.compile("no space left|not enough disk space|disk quota exceeded", re.IGNORECASE)
 
 
 class SltaError(click.ClickException):
@@ -92,9 +93,14 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get an un
         if is_out_of_memory(error) or not of_library:
             raise
         kind = SltaError
-        if "No space left" in str(error):  # the reader writes too: it merges an adapter, or downloads
+        if is_disk_full(error):  # the reader writes too: it merges an adapter, or downloads
             kind, fix = MachineError, "make room on the disk"
         raise kind(f"{what} {problem} ({first_line(error)}): {fix}.") from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a disk has no room: libraries have errors of many kinds for it."""
+    return _DISK_FULL.search(str(error)) is not None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

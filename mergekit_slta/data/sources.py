@@ -30,7 +30,7 @@ import numpy as np
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, record_text
-from mergekit_slta.errors import MachineError, SltaError, first_line, one_line, reading
+from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_full, is_out_of_memory, one_line, reading
 from mergekit_slta.files import published_path
 from mergekit_slta.words import counted
 
@@ -418,7 +418,9 @@ def _read_dataset(source: str) -> Sequence[Record]:
         except ConnectionError:  # ``hf download`` puts a dataset where ``datasets`` does not look without a network
             loaded = load(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
-        kind = MachineError if isinstance(error, LocalEntryNotFoundError) else SltaError
+        if is_out_of_memory(error):
+            raise
+        kind = MachineError if isinstance(error, LocalEntryNotFoundError) or is_disk_full(error) else SltaError
         raise kind(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
     if not split:
         split = "train" if len(loaded) > 1 else next(iter(loaded))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING
 import huggingface_hub
 from huggingface_hub import errors as hub
 
-from mergekit_slta.errors import MachineError, SltaError, first_line, suggestion
+from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_full, suggestion
 
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
 
 TOO_MANY_REQUESTS, SERVER_FAULTS = 429, 500
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
 # The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -37,8 +35,7 @@ def refused(problem: str, error: Exception) -> SltaError:
     later = _no_answer(error) or isinstance(error, (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled))
     if isinstance(error, hub.HfHubHTTPError):
         later |= error.response.status_code == TOO_MANY_REQUESTS or error.response.status_code >= SERVER_FAULTS
-    later |= getattr(error, "errno", None) in DISK_FULL
-    return (MachineError if later else SltaError)(f"{problem}{reason(error)}.")
+    return (MachineError if later or is_disk_full(error) else SltaError)(f"{problem}{reason(error)}.")
 
 
 def _no_answer(error: Exception) -> bool:

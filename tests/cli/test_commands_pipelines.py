@@ -15,13 +15,14 @@ from conftest import WriteRecipe
 from huggingface_hub.errors import HfHubHTTPError
 from mergekit.common import ModelPath
 from support import families
+from support.calibration_samples import source_of
 from support.command import run
 from support.families import Family
 from support.hub import serve
 
 from mergekit_slta.cli import commands
 from mergekit_slta.engine import loop
-from mergekit_slta.errors import MachineError, SltaError, all_of, reading
+from mergekit_slta.errors import MachineError, SltaError, all_of, files_named, reading
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore
 from mergekit_slta.models.hub import asking
 
@@ -73,6 +74,20 @@ def test_a_hub_that_does_not_answer_may_answer_later(tmp_path: Path) -> None:
 def test_a_disk_that_a_download_fills_is_no_fault_of_the_model(block: AbstractContextManager[None]) -> None:
     with pytest.raises(MachineError, match="No space left"), block:
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OSError("Not enough disk space. Needed: 1"), 3), (MemoryError(), 3), (ValueError("No such column"), 1)],
+    ids=["disk", "memory", "dataset"],
+)
+def test_a_lack_of_room_for_a_dataset_is_no_fault_of_the_dataset(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", raising(error))
+    with pytest.raises(SltaError) as caught, files_named():
+        _ = source_of(f"hf:{tmp_path}", mock.Mock()).records
+    assert caught.value.exit_code == code
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, 3), (503, 3), (403, 1)])
