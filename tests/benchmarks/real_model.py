@@ -132,6 +132,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
+    several = len(family.experts) > 1  # of one expert alone, a merge would be a copy
     slta = {f"slta {level}": recipe("slta", data=True, level=level) for level in LEVELS}
     slta["slta not balanced, attn_mlp"] = recipe("slta", data=True, level="attn_mlp", balance=False)
     return {
@@ -142,7 +143,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         "sftm": recipe("sftm"),
         "actmat": recipe("actmat"),
         **slta,
-        **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS},
+        **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS if several},
         **{f"featcal keeping {keep}": recipe("featcal", data=True, keep=keep) for keep in KEPT},
         "featcal 100 prompts keeping 3, 100 general": recipe("featcal", data=True, keep="3, 100 general", samples=100),
         **{f"slta keeping {kappa}": recipe("slta", data=True, keep=kappa) for kappa in ("0.5", "1", "3")},
