@@ -67,9 +67,10 @@ def main() -> None:
     `solve` computes merging weights and plain mergekit recipes in a second, and `report` shows what the merge retains
     of each expert. `linearity` measures how far an expert's effect is from being proportional to its weight.
 
-    The exit code is 0 for a result without problems; 1 if a recipe, a model, data or a merge is wrong or missing; 2 for
-    a wrong command line; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the
-    same command may succeed later or elsewhere; and 130 after Ctrl-C.
+    The exit code is 0 for a result without problems; 1 if a recipe, a model, data or a merge is wrong or missing, or
+    options do not fit these or each other; 2 for a command line that cannot be read, such as one with an unknown
+    option; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the same command may
+    succeed later or elsewhere; and 130 after Ctrl-C.
 
     With --json, a command writes, even if it fails, its name (`command`), its `exit_code`, the `problems` in a sentence
     each, and what it has found: `check`, `verify`, `evaluate` and `publish` by the names of the Python function's
