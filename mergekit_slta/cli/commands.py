@@ -379,7 +379,7 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) 
     with interruptible("starts over"):
         comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
     problems = comparison.lacking
-    return Result(comparison.content() | {"problems": problems}, comparison, exit_code=len(problems))
+    return Result(comparison.content() | {"problems": problems}, comparison, exit_code=int(bool(problems)))
 
 
 @main.command(
