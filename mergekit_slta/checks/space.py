@@ -40,7 +40,7 @@ class Disk:
     download: Mapping[str, int]  # the weights that are on the Hub alone, by model
     merged: int  # the merged model, as it is stored
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
-    adapters: int  # a whole model for each LoRA adapter, which mergekit merges into the base model before
+    adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
 
 
 @dataclass(frozen=True)

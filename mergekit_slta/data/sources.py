@@ -82,7 +82,7 @@ class _Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """A source that is opened once: its records are read when they are first used, and samples are drawn from them."""
+    """A source to draw samples from; its records are read when they are first used, and kept."""
 
     source: str  # what the recipe gives as ``calibration``
     template: str  # a ``str.format`` string over a record's fields, or "" to choose the fields by their names

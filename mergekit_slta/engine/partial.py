@@ -1,4 +1,4 @@
-"""The finished layers of a calibration or a feature merge: a file each in one folder, renamed into place.
+"""The finished layers of a calibration or a feature merge, and its head: files in one folder, renamed into place.
 
 That a layer's file is there is all that a run remembers: the next run computes the hidden states again. A file that
 cannot be read counts as missing.
@@ -123,19 +123,19 @@ class Partial:
         _remove_empty(self._made[1:])
 
     def finished(self, layers: int) -> set[int | None]:
-        """The finished ones of so many layers; None for what lies outside them."""
+        """The finished ones of so many layers; None for the file of the output head."""
         return {layer for layer in (*range(layers), None) if _is_readable(self.file(layer))}
 
     def load(self, layer: int) -> dict[str, torch.Tensor]:
         return load_file(self.file(layer))
 
     def write(self, layer: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the ``file`` of a layer, which finishes it, or the last one."""
+        """Write the ``file`` of a layer, which finishes it, or of the output head."""
         with _written(self.file(layer)) as beside:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, beside)
 
     def file(self, layer: int | None) -> Path:
-        """The file of a layer; with None that of the tensors outside the layers, which is written last."""
+        """The file of a layer; with None that of the output head, written last, and empty if none was solved."""
         return self.folder / ("edges.safetensors" if layer is None else f"layer-{layer:04d}.safetensors")
 
 

@@ -19,7 +19,7 @@ W_0, anchor W_a, and expert t's own W_t and b_t, becomes
     D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)       (for the head W_n = W_a)
     b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
 
-For a map that adds to the residual stream (a ``Writer`` of ``groups.py``), d_t is what expert t's stream has before
+For a map that adds to the residual stream (a ``Writer`` of ``decoder.py``), d_t is what expert t's stream has before
 the map and the merged model's lacks, so that the map corrects half of what the maps before it have missed; for other
 maps it is zero. Where a norm of expert t multiplies the map's output by s, d_t is multiplied by s / (s^2 + q / 100),
 where q is the median of the token's s^2, and w_x by q: an error counts as what the norm makes of it. A mixture's routed
@@ -316,15 +316,17 @@ class _Layer:
 
     def tokens_of(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
         """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
+        writes = not self.maps.writers.keys().isdisjoint(group.modules)
         for number, batch in self.streams.batches_of(task):
-            hidden = [self.streams.hidden(stream, number) for stream in (MERGED, OWNER)]
+            # Before the runs: the owner's run of the layer's last group puts the output in the input's place.
+            hidden = [self.streams.hidden(stream, number) for stream in (MERGED, OWNER) if writes]
             merged, owner = self._run(MERGED, number, group), self._run(OWNER, number, group)
-            streams = [{INPUT: states, **run.outputs} for states, run in zip(hidden, (merged, owner), strict=True)]
             outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
             for linear_map in group.maps:
                 output = batch.unpadded(owner.outputs[linear_map.module])
                 if (writer := self.maps.writers.get(linear_map.module)) is not None:
-                    drift, factors = self._drift(writer, *streams), torch.ones((), device=output.device)
+                    before = ({INPUT: h, **run.outputs} for h, run in zip(hidden, (merged, owner), strict=True))
+                    drift, factors = self._drift(writer, *before), torch.ones((), device=output.device)
                     if writer.norm is not None:
                         factors, counts = _before_norm(output, batch.unpadded(owner.outputs[writer.norm]))
                         token_weights = token_weights.to(counts.device) * counts

@@ -76,7 +76,7 @@ class Merge:
     page: Path | None = None  # the report that it wrote, if the recipe asks for one
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
-        """Run the models, before mergekit reads the first tensor, with all processes; ``partial`` has their layers."""
+        """Do, in all processes, what comes before mergekit reads a tensor; ``partial`` keeps finished layers."""
         partial.begin({"method": self.spec.name}, experiment.ranks, replace=True)
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
@@ -298,7 +298,7 @@ class SftmMerge(DataFreeMerge):
         return merged, 1.0 if role is Role.NORM else parameters["lambda"]
 
 
-# Errors
+# Tensors that are not finite
 
 
 def task_vectors_of(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:

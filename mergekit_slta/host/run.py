@@ -1,4 +1,4 @@
-"""The merge methods, and a merge from the check to the model card, of which mergekit's ``run_merge`` is one step."""
+"""Register the merge methods, and merge, from the check to the model card; mergekit's ``run_merge`` is one step."""
 
 from __future__ import annotations
 

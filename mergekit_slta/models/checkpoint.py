@@ -27,7 +27,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Checkpoint:
-    """A model that a recipe names, its LoRA merged; mergekit downloads it and merges the LoRA when this is made.
+    """A model that a recipe names; when this is made, mergekit downloads it, and ``merge_adapter`` merges its LoRA.
 
     It has a loader of its own: the one that mergekit has from merge to merge may still map a file that was replaced.
     """

@@ -33,12 +33,12 @@ def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
 
     Training changes nearly all bytes of a tensor. An edit of a few rows does not show; in files of this machine
-    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model; None is hashed where
-    statistics once had the type that it was merged in.
+    ``stamps`` shows it. ``adapter`` is the folder of an adapter that is merged into the model.
     """
     content = _content_hash(Path(folder) / file for file in weight_map(Path(folder)))
     if adapter is None:
         return content
+    # With the None, fingerprints equal those that statistics files hold.
     merged = [content, _content_hash([adapter_weights(adapter)]), adapter_settings(adapter), None]
     return hashlib.sha256(json.dumps(merged, sort_keys=True).encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""A recipe whose models and data are opened once, when they are first used, by the checks or by the run."""
+"""A recipe with its models and data, each opened when the checks or the run first use it."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Experiment:
         return {} if self.in_slices else exempt_types(self.stored)
 
     def open(self) -> None:
-        """Have mergekit download all models and merge adapters; from now on changes of their files are noticed."""
+        """Have mergekit download all models, and merge adapters; from now on changes of their files are noticed."""
         # In any other process than the first one transformers saves no weights, which merging adapters takes.
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
             with self.ranks.one_refusal():
@@ -275,7 +275,7 @@ class Experiment:
         return self.source(task, task.evaluation or task.calibration).draw(count, used)
 
     def source(self, task: Task, name: str) -> CalibrationSource:
-        """A source that is read as the task's records are, opened once."""
+        """A source that is read as the task's records are, from ``sources`` if it is there."""
         if self.quiet and is_dataset(name):
             import datasets  # slow to import, and most recipes name files
 

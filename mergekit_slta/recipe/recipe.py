@@ -144,7 +144,7 @@ class Recipe:
         problems = [*faults(self.config, self.content, kind)]
         without = [str(model) for model, table in tables.items() if not table.get("calibration")]
         if problems and without and kind.runs_models and "statistics" not in (self.config.parameters or {}):
-            problems.append(without_calibration(without, ""))  # which may also be all that is wrong, see below
+            problems.append(without_calibration(without, ""))  # alone, ``require_calibration`` refuses it
         return problems
 
     @cached_property
