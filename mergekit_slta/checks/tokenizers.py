@@ -16,6 +16,7 @@ from mergekit_slta.models import hub
 from mergekit_slta.models.folder import beside_weights, refuse_links
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.words import listed
 
 TOKENIZER = "tokenizer.json"
@@ -29,7 +30,8 @@ def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     if moved and experiment.recipe.settings.runs_experts:
         raise SltaError(f"{moved}, but this method gives both the same ids: choose experts with the same ids.")
     cut = experiment.options.unsafe_truncate_embeddings and model.vocabulary >= base.vocabulary
-    sizes = [] if cut else [f"The {clause}" for clause in other_vocabularies(base, model)]
+    refused = isinstance(experiment.recipe.settings, FeatcalSettings)  # by its own check, whatever the tokenizer
+    sizes = [] if cut or refused else [f"The {clause}" for clause in other_vocabularies(base, model)]
     if (moved or sizes) and experiment.recipe.tokenizer_source is None:
         raise SltaError(
             f"{moved or sizes[0]}: add 'tokenizer: {{source: base}}' to the recipe, so that mergekit aligns them."

@@ -79,7 +79,11 @@ def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
 def require_solvable(experiment: Experiment) -> None:
     """Refuse, by an SltaError, layers that cannot be run one at a time, and vocabularies of different sizes."""
     groups_by_layer(experiment.decoder)
-    fix = "use 'merge_method: slta', which keeps the base model's embeddings"
+    size = experiment.model(experiment.recipe.base).vocabulary
+    fix = (
+        f"if the expert can do without its added tokens, save it with {size} embeddings and the base model's "
+        "tokenizer; otherwise use 'merge_method: slta', which keeps the base model's embeddings"
+    )
     refuse(f"The {other}: {fix}." for other in other_vocabularies(*experiment.models))
 
 

@@ -21,7 +21,7 @@ import huggingface_hub
 import safetensors
 import torch
 import transformers
-from huggingface_hub.errors import NotASafetensorsRepoError
+from huggingface_hub.errors import NotASafetensorsRepoError, RemoteEntryNotFoundError
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
@@ -277,11 +277,12 @@ def hub_headers(path: ModelPath) -> Headers:
         with hub.asking(path):
             files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
     except NotASafetensorsRepoError:
-        with hub.asking(path):  # whether there is such a model at all
+        with hub.asking(path), contextlib.suppress(RemoteEntryNotFoundError):  # whether there is such a model at all
             huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision)
         raise SltaError(
-            f"{path} has no model.safetensors on the Hub: download pickled weights with 'hf download {path.path}' "
-            f"first; write an adapter after its base model, 'BASE+{path.path}'."
+            f"{path} has no model.safetensors on the Hub: instead of GGUF files, name the model that they were made "
+            f"from; download pickled weights with 'hf download {path.path}' first; write an adapter after its base "
+            f"model, 'BASE+{path.path}'."
         ) from None
     stored = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
     return {name: _header(tensor.shape, tensor.dtype) for name, tensor in stored.items()}

@@ -375,6 +375,22 @@ def test_an_adapter_is_applied(tmp_path: Path) -> None:
         slta.ask(f"{folder}+{adapter}", tmp_path / "no.jsonl", prompts, max_new_tokens=8)
 
 
+def test_a_merged_adapter_counts_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In memory, where the base model that it was trained on is stored in bfloat16."""
+    monkeypatch.setattr(asking, "LIBRARIES", 0)
+    whole, half = write_model(tmp_path), tmp_path / "half"
+    adapter = write_adapter(whole, tmp_path / "adapter", "q_proj")
+    shutil.copytree(whole, half)
+    transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16).save_pretrained(half)
+    prompts, cache = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}]), str(tmp_path / "cache")
+    for number, model in enumerate((str(whole), f"{half}+{adapter}", str(half))):
+        slta.ask(model, tmp_path / f"{number}.jsonl", prompts, max_new_tokens=8, lora_merge_cache=cache)
+    of_whole, of_adapter, of_half = (line for line in capsys.readouterr().err.splitlines() if "Memory" in line)
+    assert of_whole == of_adapter != of_half
+
+
 def test_a_model_that_answers_nothing_is_refused(tmp_path: Path) -> None:
     t5(tmp_path / "t5")
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])

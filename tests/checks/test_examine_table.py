@@ -506,7 +506,11 @@ SIZES = "The expert HERE/other has a vocabulary of 66 tokens, the base model BAS
 OTHERS: Rows = [
     (more_tokens, "but the model has only 64 embeddings"),
     (other_size(), f"{SIZES}: {ALIGN}"),
-    (other_size("featcal", **ALIGNED), f"{SIZES}: use 'merge_method: slta'"),
+    (
+        other_size("featcal"),
+        f"{SIZES}: if the expert can do without its added tokens, save it with 64",
+    ),
+    (other_size("featcal", **ALIGNED), f"{SIZES}: if the expert can do without its added tokens"),
     (other_ids(), f"{IDS}: {ALIGN}"),
     (lambda c: other_ids()(c.run(**CUT)), f"{IDS}: {ALIGN}"),
     (

@@ -151,11 +151,14 @@ def test_models_on_the_hub_are_seen_without_a_download(make_family: MakeFamily, 
     pickled(family.base, organization / "pickled")
     sharded(family.folders[1], organization / "sharded")
     (organization / "empty" / "model.safetensors").unlink()
+    (organization / "gguf").mkdir()
+    (organization / "gguf" / "model.gguf").write_bytes(b"GGUF")
 
     shapes = {name: header.shape for name, header in folder_headers(family.base).items()}
     reasons = {
         "org/pickled": "download pickled weights with 'hf download org/pickled' first",
         "org/empty": "has no model.safetensors on the Hub",
+        "org/gguf": "has no model.safetensors on the Hub: instead of GGUF files, name the model",
         "org/none": "there is no such repository, or it is private; check the name or 'hf auth login'.",
         "org/whole@v2": f"no such folder in {Path.cwd()}, and the repository has no such",
         "gated/model": "the repository is gated; ask for access",
