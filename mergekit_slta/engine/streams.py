@@ -26,8 +26,8 @@ CPU_BATCH_ELEMENTS = 2**22
 LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
 
-# What a layer's modules have returned takes at most so many bytes on a CPU, on a GPU an eighth of its memory.
-RETURNED = 2**31
+# The outputs of a layer's modules that wait take at most so many bytes on a CPU, on a GPU an eighth of its memory.
+OUTPUT_BYTES = 2**31
 
 # How much rounding may change a rotary frequency.
 PREFIX_TOLERANCE = 1e-5
@@ -153,14 +153,14 @@ def takes_little(device: torch.device, nbytes: int, share: float) -> bool:
     return nbytes <= share * torch.cuda.get_device_properties(device).total_memory
 
 
-def waiting_bytes(tokens: int, width: int, streams: int, returned: int = 0) -> int:
+def waiting_bytes(tokens: int, width: int, streams: int, outputs: int = 0) -> int:
     """How many bytes wait in ``Streams`` at most, between two runs of a layer, on a CPU.
 
-    They are the hidden states of all samples, and of each token so many numbers that a layer's modules have
-    ``returned``; beyond ``RETURNED`` bytes, modules run again.
+    They are the hidden states of all samples, and of each token so many numbers of modules' ``outputs``; beyond
+    ``OUTPUT_BYTES``, modules run again.
     """
     number = torch.float32.itemsize
-    return number * tokens * width * streams + min(number * tokens * returned, RETURNED)
+    return number * tokens * width * streams + min(number * tokens * outputs, OUTPUT_BYTES)
 
 
 class Streams:
@@ -170,9 +170,9 @@ class Streams:
     on. They wait on a GPU that has memory for them, else on the host. A method fetches a batch's ``hidden`` states and
     the model's ``call`` of the layer, and ``set_output`` puts the layer's output in their place.
 
-    ``run_layer`` does all three. It may also run the layer as far as a module only. What modules inside the layer have
-    returned then waits where the layer is computed, so that the next run goes on from there. That takes a bounded part
-    of the memory: modules whose outputs find no room run again.
+    ``run_layer`` does all three. It may also run the layer as far as a module only. The outputs of modules inside the
+    layer then wait where the layer is computed, so that the next run goes on from there. They take a bounded part of
+    the memory: modules whose outputs find no room run again.
 
     Args:
         decoder: the models' common decoder.
@@ -190,7 +190,7 @@ class Streams:
         stays = takes_little(decoder.device, waiting_bytes(positions, width, len(sources)), share=1 / 8)
         self._place = decoder.device if stays else torch.device("cpu")
         self._waiting: dict[tuple[int, int], _Waiting] = {}
-        self._returned_bytes = 0
+        self._output_bytes = 0
         masks: list[torch.Tensor] = []
         for stream, models in enumerate(sources):
             for model in dict.fromkeys(models):
@@ -229,12 +229,12 @@ class Streams:
         *,
         until: str | None = None,  # the module at whose call the run ends
         inputs_of: Collection[str] = (),  # the modules whose inputs are recorded, beside that one
-        resumable: Collection[str] = (),
+        outputs_of: Collection[str] = (),
     ) -> LayerRun:
         """Run the next layer on a batch of a stream, to its end, which sets its output, or as far as a module.
 
-        The outputs of ``resumable`` children of the layer, and of modules in them, are recorded and wait for the
-        layer's next run; those in a child are deleted when the child has returned.
+        The outputs of children of the layer that are in ``outputs_of``, and of modules in them, are recorded and wait
+        for the layer's next run; those in a child are deleted when the child has returned.
         """
         waiting = self._waiting[stream, number]
         run = self.decoder.run(
@@ -244,25 +244,25 @@ class Streams:
             self.call(stream, number),
             until=until,
             inputs_of=inputs_of,
-            outputs_of=resumable,
-            replay=waiting.returned,
+            outputs_of=outputs_of,
+            replay=waiting.outputs,
         )
         # A child that is replayed hands nothing on again.
         waiting.entered |= {path: self.set_aside(tensor) for path, tensor in run.state.items()}
-        self._returned_bytes -= _nbytes(waiting.returned)
-        waiting.returned = {}
+        self._output_bytes -= _nbytes(waiting.outputs)
+        waiting.outputs = {}
         if until is None:
             self.set_output(stream, number, run.output, waiting.entered)
             waiting.entered = {}
             return run
-        complete = {name for name in run.outputs if name in resumable and "." not in name}
+        complete = {name for name in run.outputs if name in outputs_of and "." not in name}
         for name, output in run.outputs.items():
             inside_complete = name not in complete and name.partition(".")[0] in complete
-            total, device = self._returned_bytes + _nbytes(output), self.decoder.device
-            fits = takes_little(device, total, share=1 / 8) if device.type == "cuda" else total <= RETURNED
-            if name in resumable and not inside_complete and fits:
-                waiting.returned[name] = output
-                self._returned_bytes = total
+            total, device = self._output_bytes + _nbytes(output), self.decoder.device
+            fits = takes_little(device, total, share=1 / 8) if device.type == "cuda" else total <= OUTPUT_BYTES
+            if name in outputs_of and not inside_complete and fits:
+                waiting.outputs[name] = output
+                self._output_bytes = total
         return run
 
     def final(self) -> Iterator[tuple[int, dict[int, torch.Tensor]]]:
@@ -304,8 +304,8 @@ class _Waiting:
     hidden: torch.Tensor  # [B, S, D]
     calls: list[LayerCall]  # by layer, without what layers hand on
     state: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)  # handed on by the layers before
-    # Of the layer that is running: what its modules have returned, and what it has handed on so far.
-    returned: dict[str, Any] = field(default_factory=dict)
+    # Of the layer that is running: the outputs of its modules, and what it has handed on so far.
+    outputs: dict[str, Any] = field(default_factory=dict)
     entered: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
 
 

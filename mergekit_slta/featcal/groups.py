@@ -29,7 +29,7 @@ class MapGroup:
     child: str  # the child of the layer that holds the maps, or of such a child the part that the layer calls
     module: str  # the path of the first module in the group that the layer calls
     maps: tuple[LinearMap, ...]  # in the order in which the layer calls them
-    returned: int  # how many numbers for a token their modules return
+    outputs: int  # how many numbers for a token their modules' outputs have
     fused: bool = False  # whether the maps are routed experts in one module, each with its own input
 
     @property
@@ -81,14 +81,14 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
             continue
         for linear_map in maps:
             del unsolved[linear_map.name]
-        features, returned = run.inputs[module][0], run.outputs[module].numel() // run.output.shape[:2].numel()
+        features, outputs = run.inputs[module][0], run.outputs[module].numel() // run.output.shape[:2].numel()
         same = None if fused else (child, features.data_ptr(), features.shape[-1], features.numel())  # also for views
         if child in run.opened:  # whose parts the layer calls one by one, between other children
             child = module
         if groups and same and same == previous:
-            groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps, returned=groups[-1].returned + returned)
+            groups[-1] = replace(groups[-1], maps=groups[-1].maps + maps, outputs=groups[-1].outputs + outputs)
         else:
-            groups.append(MapGroup(child, module, maps, returned, fused))
+            groups.append(MapGroup(child, module, maps, outputs, fused))
         previous = same
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     unsolved |= {name: NO_ROUTES for name in expert_stacks(built) if name not in known}

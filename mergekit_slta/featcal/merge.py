@@ -42,7 +42,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -110,19 +110,19 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
 
 def waiting(decoder: Decoder, tokens: int, longest: int = 0) -> int:
     """How many bytes of so many tokens, in prompts of at most ``longest``, wait at most; see ``waiting_bytes``."""
-    width, returned = memory.hidden_size(decoder), 0
+    width, outputs = memory.hidden_size(decoder), 0
     for groups in (maps.groups for maps in groups_by_layer(decoder)):
         held = [0] * (len(groups) + 1)  # of a stream that has run as far as a group, or to the layer's end
         for at, group in enumerate(groups):
             complete = {other.child for other in groups[:at]} - {group.child}
-            inside = sum(other.returned for other in groups[:at] if other.child == group.child)
+            inside = sum(other.outputs for other in groups[:at] if other.child == group.child)
             held[at] = width * len(complete) + inside
-        returned = max(returned, *map(sum, pairwise(held)), 0)  # one stream is a group ahead
+        outputs = max(outputs, *map(sum, pairwise(held)), 0)  # one stream is a group ahead
     # What the attention returns beside its output, where it has the scores of all pairs in memory.
-    returned += memory.heads_with_scores(decoder) * longest
+    outputs += memory.heads_with_scores(decoder) * longest
     # Whose inputs wait in both streams, too.
     routed = any(group.fused for maps in groups_by_layer(decoder) for group in maps.groups)
-    return waiting_bytes(tokens, width, 4 if routed else 2, returned)
+    return waiting_bytes(tokens, width, 4 if routed else 2, outputs)
 
 
 @dataclass
@@ -178,8 +178,7 @@ class FeatureMerge(LayerMethod[Tensors]):
             if group.fused:
                 merging.solve_routed(group, report)
             else:
-                tokens_by_task = [merging.tokens_of(group, task, report) for task in range(len(self.owners))]
-                merging.solve(group.maps, tokens_by_task, streams.tokens)
+                merging.solve(group.maps, functools.partial(merging.tokens_of, group, report), streams.tokens)
         names = self.decoder.layer_tensors[layer]
         errors = merging.run_to_end()
         if merging.unsolved:
@@ -189,25 +188,6 @@ class FeatureMerge(LayerMethod[Tensors]):
             LAYER_ERRORS: errors,
             LAYER_RIDGES: torch.tensor(merging.ridges, dtype=torch.float64),
         }
-
-    def regression(
-        self,
-        near: torch.Tensor,
-        tokens_by_task: Iterable[Iterable[Tokens]],
-        ridge: float | None,
-        expected: int,
-        prior: torch.Tensor | None = None,
-    ) -> RidgeRegression:
-        """The regression for the change of a matrix W_n, ``near`` [out, in], on this process's tokens of every task.
-
-        ``expected`` is how many they are; ``prior`` is that of ``RidgeRegression``.
-        """
-        regression = RidgeRegression(near, ridge, prior=prior, tokens=expected, ranks=self.ranks)
-        for of_task, count in zip(tokens_by_task, self.anchor.counts, strict=True):
-            for tokens in of_task:
-                regression.add(*tokens)
-            regression.finish_task(count)
-        return regression
 
     def places_and_weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
@@ -242,11 +222,12 @@ class FeatureMerge(LayerMethod[Tensors]):
         step, samples = max(1, HEAD_ELEMENTS // columns), sum(len(batch.rows) for batch in streams.batches)
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            tokens_by_task = (
-                self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams)
-                for task, (tensors, owner_tail) in enumerate(owned)
-            )
-            change = self.regression(matrix[part], tokens_by_task, ridge, streams.tokens).solve()
+            regression = RidgeRegression(matrix[part], ridge, tokens=streams.tokens, ranks=self.ranks)
+            for task, (tensors, owner_tail) in enumerate(owned):
+                for tokens in self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams):
+                    regression.add(*tokens)
+                regression.finish_task(self.anchor.counts[task])
+            change = regression.solve()
             if change.ridge is None:
                 LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
                 return {}
@@ -298,7 +279,7 @@ class _Layer:
         # By the module at which a group begins, that of the group after it.
         self._next = {group.module: after.module for group, after in pairwise(groups)}
         self._mixtures = {group.module for group in groups if group.fused}
-        self._resumable = {name for group in groups for name in (group.child, *group.modules)}
+        self._outputs_of = {name for group in groups for name in (group.child, *group.modules)}
 
     def run_to_end(self) -> torch.Tensor:
         """Set the layer's outputs on both streams; returns the mean relative error by task [T]."""
@@ -314,7 +295,7 @@ class _Layer:
         self.merge.ranks.sum(sums)
         return sums[0] / sums[1]
 
-    def tokens_of(self, group: MapGroup, task: int, report: Progress) -> Iterator[Tokens]:
+    def tokens_of(self, group: MapGroup, report: Progress, task: int) -> Iterator[Tokens]:
         """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
         writes = not self.maps.writers.keys().isdisjoint(group.modules)
         for number, batch in self.streams.batches_of(task):
@@ -356,13 +337,20 @@ class _Layer:
         ]
         return functools.reduce(torch.add, parts) if parts else None
 
-    def solve(self, maps: Sequence[LinearMap], tokens_by_task: Iterable[Iterable[Tokens]], expected: int) -> None:
-        """Put new tensors of maps of one input in place, if there are any."""
+    def solve(self, maps: Sequence[LinearMap], tokens_of: Callable[[int], Iterable[Tokens]], expected: int) -> None:
+        """Put new tensors of maps of one input in place, if there are any.
+
+        ``tokens_of`` gives a task's tokens, of which this process has so many ``expected`` ones in all.
+        """
         names, mixture_expert = ", ".join(linear_map.name for linear_map in maps), maps[0].mixture_expert
         base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
         near = torch.lerp(base, anchor, BEYOND)
         prior = self.merge.anchor.prior(maps, self.base, self.owners)
-        regression = self.merge.regression(near, tokens_by_task, self.merge.ridge, expected, prior)
+        regression = RidgeRegression(near, self.merge.ridge, prior=prior, tokens=expected, ranks=self.merge.ranks)
+        for task, count in enumerate(self.merge.anchor.counts):
+            for tokens in tokens_of(task):  # for a group, this runs both models' layers, batch by batch
+                regression.add(*tokens)
+            regression.finish_task(count)
         if mixture_expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
             self.unsolved.append(f"{names} ({regression.tokens} tokens)")
             return
@@ -429,11 +417,12 @@ class _Layer:
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""
-        tokens_by_task = [
-            [(x, y @ linear_map.matrix(owner).T, samples, token_weights) for x, y, samples, token_weights in tokens]
-            for tokens, owner in zip(reaching, self.owners, strict=True)
-        ]
-        self.solve([linear_map], tokens_by_task, sum(len(tokens[0]) for task in tokens_by_task for tokens in task))
+
+        def tokens_of(task: int) -> Iterator[Tokens]:
+            for x, y, samples, token_weights in reaching[task]:
+                yield x, y @ linear_map.matrix(self.owners[task]).T, samples, token_weights
+
+        self.solve([linear_map], tokens_of, sum(len(tokens[0]) for task in reaching for tokens in task))
 
     def _run(self, stream: int, number: int, group: MapGroup | None = None) -> LayerRun:
         """Run one side on a batch: the merged one as far as a group, the owner's as far as the group after it.
@@ -445,7 +434,7 @@ class _Layer:
             until = group.module if stream == MERGED else self._next.get(group.module)
         tensors = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
         return self.streams.run_layer(
-            stream, number, tensors, until=until, inputs_of=self._mixtures, resumable=self._resumable
+            stream, number, tensors, until=until, inputs_of=self._mixtures, outputs_of=self._outputs_of
         )
 
 

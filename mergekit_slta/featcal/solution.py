@@ -48,7 +48,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         head=head is not None,
     )
     partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
-    complete = len(partial.finished(len(decoder))) > len(decoder)
+    complete = partial.is_complete(len(decoder))
     ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)

@@ -76,7 +76,7 @@ def test_a_merge_is_the_same_to_the_last_bit_where_layers_run_again(
 
     def watched(self: Streams, *arguments: Any, **settings: Any) -> Any:
         run = run_layer(self, *arguments, **settings)
-        taken.append(self._returned_bytes)
+        taken.append(self._output_bytes)
         return run
 
     monkeypatch.setattr(Streams, "run_layer", watched)
@@ -88,7 +88,7 @@ def test_a_merge_is_the_same_to_the_last_bit_where_layers_run_again(
     # A batch that only one of its streams has left behind holds more than is counted of each.
     assert max(taken) > 40_000 and 0.8 * max(taken) < counted <= max(taken) and taken[-1] == 0
     taken.clear()
-    monkeypatch.setattr(module, "RETURNED", room)
+    monkeypatch.setattr(module, "OUTPUT_BYTES", room)
     families.feature_merge(family, tmp_path / "again", batch_tokens=40)
     assert room / 2 <= max(taken) <= room
     assert same_tensors(*(families.solved_tensors(tmp_path / name) for name in ("waiting", "again")))
@@ -99,7 +99,7 @@ ROOM = 10_000_000
 
 
 def merge_many(family: Family, folder: Path) -> None:
-    module.RETURNED = ROOM
+    module.OUTPUT_BYTES = ROOM
     families.feature_merge(family, folder, tasks=MANY, batch_tokens=512)
 
 
