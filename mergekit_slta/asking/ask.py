@@ -79,8 +79,8 @@ def ask(
 ) -> Path:
     """Write a model's own answers to prompts, always the likeliest next token, as calibration data.
 
-    The whole model is in memory, in the type that it is stored in. A run that was killed resumes where it ended. The
-    numbers of answers that are cut off or empty, and of skipped prompts, are logged.
+    The whole model is in memory, in the type that it is stored in, an adapter's in float32. A run that was killed
+    resumes where it ended. The numbers of answers that are cut off or empty, and of skipped prompts, are logged.
 
     Args:
         model: a folder or a Hub id; an adapter after its base model, ``BASE+ADAPTER``.
