@@ -34,18 +34,18 @@ from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse, wi
 PRECISION = torch.float32
 
 
-def merged_task(role: Role, vectors: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
+def merged_vector(role: Role, vectors: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
     """The merged task vector in at least ``PRECISION``; each matrix of a stack [..., m, n] is solved by itself.
 
     A fused matrix, such as the one of queries, keys and values, is one linear map of one input.
     """
     if role is Role.TRANSPOSED:
-        return merged_task(Role.LINEAR, [vector.mT for vector in vectors], ridge, weights).mT
+        return merged_vector(Role.LINEAR, [vector.mT for vector in vectors], ridge, weights).mT
     if role is not Role.LINEAR:
         return weighted_mean(vectors, weights)
     if vectors[0].ndim == 2:
         return merge_by_covariance(vectors, ridge, weights)
-    return torch.stack([merged_task(role, matrices, ridge, weights) for matrices in zip(*vectors, strict=True)])
+    return torch.stack([merged_vector(role, matrices, ridge, weights) for matrices in zip(*vectors, strict=True)])
 
 
 def merge_by_covariance(

@@ -34,20 +34,14 @@ from mergekit_slta.tables import as_size
 
 
 @dataclass(frozen=True)
-class Disk:
-    """What a merge writes, in bytes."""
+class Needs:
+    """What a merge takes, in bytes; printed, three lines."""
 
     download: Mapping[str, int]  # the weights that are on the Hub alone, by model
     merged: int  # the merged model, as it is stored
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
-
-
-@dataclass(frozen=True)
-class Needs(Disk):
-    """What a merge takes, in bytes; printed, three lines."""
-
-    memory: int  # of the machine, or of the GPU where one computes
+    memory: int = 0  # of the machine, or of the GPU where one computes
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -69,15 +63,16 @@ def needs(experiment: Experiment) -> Needs:
     disk = _disk(experiment)
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
     merging = _merging(experiment, min(disk.merged, experiment.options.out_shard_size))
-    return Needs(**vars(disk), memory=LIBRARIES + max(running, merging))
+    return replace(disk, memory=LIBRARIES + max(running, merging))
 
 
-def _disk(experiment: Experiment) -> Disk:
+def _disk(experiment: Experiment) -> Needs:
+    """The ``needs`` without the memory."""
     recipe = experiment.recipe
     base, config = experiment.model(recipe.base), recipe.config
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
     adapter_type = experiment.options.lora_merge_dtype  # None is the base model's
-    return Disk(
+    return Needs(
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
         _stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
         _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,

@@ -89,7 +89,7 @@ def score_model(
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
     with progress_bar(doing, [checkpoint], len(decoder) * sum(map(len, groups)), quiet) as tell:
-        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups), tell=tell)
+        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups=groups), tell=tell)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
 

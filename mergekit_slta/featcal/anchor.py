@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mergekit_slta.actmat.covariance import covariance, merged_task
+from mergekit_slta.actmat.covariance import covariance, merged_vector
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import MAPS, LinearMap, Role, tensor_roles
 from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors
@@ -78,7 +78,7 @@ class ActmatAnchor(Blend):
     def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
         base, *experts = models
         task_vectors = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
-        return base + merged_task(role, task_vectors, self._ridge, self.counts).to(base.dtype)
+        return base + merged_vector(role, task_vectors, self._ridge, self.counts).to(base.dtype)
 
     def prior(self, maps: Sequence[LinearMap], base: Tensors, owners: Sequence[Tensors]) -> torch.Tensor | None:
         """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
@@ -103,6 +103,6 @@ def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.truncate(stack.numel() * stack.dtype.itemsize)
         copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
-    for expert in range(len(copy)):
-        copy[expert] = stack[expert]
+    for mixture_expert in range(len(copy)):
+        copy[mixture_expert] = stack[mixture_expert]
     return copy

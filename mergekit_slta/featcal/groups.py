@@ -116,8 +116,8 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
     module = maps[0].module
     inputs = run.inputs[module]
     rows, columns = maps[0].matrix(layer.state_dict()).shape
-    experts = {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
-    if maps[0].mixture_expert is None and rows in experts:  # one row for each expert of a mixture beside it
+    mixture_experts = {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
+    if maps[0].mixture_expert is None and rows in mixture_experts:  # one row for each expert of a mixture beside it
         return "that choose a mixture's routed experts"
     if run.repeated & {child, module}:
         return "called more than once"

@@ -113,18 +113,19 @@ class RidgeRegression:
         draw = torch.Generator().manual_seed(0)  # the same at every call
         combinations = torch.randn(outputs, combined, generator=draw, dtype=torch.float64)
         self._combinations = combinations.to(PRECISION).to(device)
-        shapes = [
-            (inputs,),
-            (outputs,),
-            (),
-            (halves,),
-            (outputs, size),
-            (halves, size, size),
-            (halves, combined, size),
-        ]
+        shapes: dict[str, tuple[int, ...]] = {
+            "inputs": (inputs,),
+            "residuals": (outputs,),
+            "mass": (),
+            "tokens": (halves,),
+            "cross": (outputs, size),
+            "moments": (halves, size, size),
+            "predicted": (halves, combined, size),
+        }
         # Of all tasks with their weights, and of the current one before it has a weight.
         self._all, self._task = (
-            Sums(*(torch.zeros(shape, dtype=PRECISION, device=device) for shape in shapes)) for _ in range(2)
+            Sums(**{name: torch.zeros(shape, dtype=PRECISION, device=device) for name, shape in shapes.items()})
+            for _ in range(2)
         )
         # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []

@@ -55,7 +55,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
         anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
         ridge = None if settings.ridge == "auto" else settings.ridge
-        merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head, partial)
+        merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
         total = merge.stages * samples_here(decoder, token_ids, ranks)
         with progress_bar("Solving", models, total, experiment.quiet) as tell:
             merge.solve(tell)

@@ -20,7 +20,7 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
 
-from mergekit_slta.actmat.covariance import merged_task
+from mergekit_slta.actmat.covariance import merged_vector
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.solution import SolvedModel, solve_model
@@ -40,7 +40,7 @@ from mergekit_slta.recipe.settings import (
     has_adapters,
     parameter_specs,
 )
-from mergekit_slta.sftm.superpose import superpose_task
+from mergekit_slta.sftm.superpose import superposed_vector
 from mergekit_slta.slta.measure import solve_arguments, statistics_of
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import short_names
@@ -156,9 +156,9 @@ class SltaMerge(Merge):
             f"Share retained of each expert's feature change: {', '.join(parts)}{base * self.solution.keeps_base}."
         )
         if settings.report and experiment.ranks.first:
-            from mergekit_slta.reports.merge import report_page  # imports matplotlib, which takes a second
+            from mergekit_slta.reports.merge import report  # imports matplotlib, which takes a second
 
-            self.page = report_page(self.solution).write(Path(settings.report).expanduser(), "report.html")
+            self.page = report(self.solution, settings.report)
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         assert group.base is not None and group.metadata.name
@@ -276,7 +276,7 @@ class ActmatMerge(DataFreeMerge):
         if ridge == "auto":
             adapted = has_adapters(entry.id for entry in group.non_base)
             ridge = ACTMAT_RIDGE_OF_ADAPTERS if adapted else ACTMAT_RIDGE
-        return merged_task(role, list(task_vectors), ridge, weights), parameters["lambda"]
+        return merged_vector(role, list(task_vectors), ridge, weights), parameters["lambda"]
 
 
 class SftmMerge(DataFreeMerge):
@@ -294,7 +294,7 @@ class SftmMerge(DataFreeMerge):
     ) -> tuple[torch.Tensor, float]:
         weights = parameters["weight"].values_for(group.non_base)
         weighted = (vector.mul_(weight) for vector, weight in zip(task_vectors, weights, strict=True))
-        merged = superpose_task(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
+        merged = superposed_vector(role, weighted, parameters["density"].values_for(group.non_base), parameters["rank"])
         return merged, 1.0 if role is Role.NORM else parameters["lambda"]
 
 

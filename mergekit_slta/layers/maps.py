@@ -261,8 +261,9 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
         for name in FUSED:
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
             transposed = has_transposed_experts(module)
-            for expert in range(experts if hasattr(module, name) else 0):
-                yield LinearMap(fused_map_part(path, expert, name), path, f"{path}.{name}", bias, transposed, expert)
+            for mixture_expert in range(experts if hasattr(module, name) else 0):
+                part = fused_map_part(path, mixture_expert, name)
+                yield LinearMap(part, path, f"{path}.{name}", bias, transposed, mixture_expert)
         return
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2:

@@ -56,7 +56,7 @@ from mergekit_slta.models.layout import meta_model
 LOG = logging.getLogger(__name__)
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
-WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # The node of the graph of a layer's children that is its output.
 OUTPUT = "<output>"
 # Of the largest number: by how much a token's features differ where a module has seen another token.
@@ -124,7 +124,7 @@ def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
     architecture = config.architectures[0]
     if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
         kind = "is an encoder-decoder"
-    elif not architecture.endswith(WRITERS) and architecture not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+    elif not architecture.endswith(ENDINGS) and architecture not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         kind = "is not a decoder-only language model"
     else:
         return

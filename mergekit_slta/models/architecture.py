@@ -170,7 +170,7 @@ class AsTheBase(LazyTensorLoader):
         if key in self._of_base:
             return self._base.get_tensor(key, device)
         load = partial(super().get_tensor, device=device)
-        return self._layout.restore(key, lambda target, expert: self._stored.read(target, load, expert))
+        return self._layout.restore(key, lambda target, mixture_expert: self._stored.read(target, load, mixture_expert))
 
 
 def adapt_loaders(layout: Layout, base: ModelReference, experts: Iterable[ModelReference]) -> None:

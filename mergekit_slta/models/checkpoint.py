@@ -145,16 +145,16 @@ class Checkpoint:
         if name not in layout or not layout.in_parts(name):
             return None
 
-        def part(expert: int) -> torch.Tensor:
+        def part(mixture_expert: int) -> torch.Tensor:
             with reading(f"The tensor {name} of {self}"):
-                return layout.read(name, self._loader.get_tensor, expert)
+                return layout.read(name, self._loader.get_tensor, mixture_expert)
 
-        def again(expert: int) -> torch.Tensor:
+        def again(mixture_expert: int) -> torch.Tensor:
             self.refuse_changes()
-            return part(expert).to(device, torch.float32)
+            return part(mixture_expert).to(device, torch.float32)
 
-        for expert in range(shape[0]):
-            tensor = part(expert)
+        for mixture_expert in range(shape[0]):
+            tensor = part(mixture_expert)
             self.bytes_read += tensor.nbytes
             self._refuse_broken(name, tensor)
         return ExpertStack(shape, device, again)
@@ -227,7 +227,7 @@ class ExpertStack(torch.Tensor):
 
 def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
     """A stack whose parts are copied from a tensor [E, ...] on the host when they are used."""
-    return ExpertStack(host.shape, device, lambda expert: host[expert].to(device))
+    return ExpertStack(host.shape, device, lambda mixture_expert: host[mixture_expert].to(device))
 
 
 # theta_0 + sum_t alpha_t tau_t: tensors of the base model plus weighted task vectors tau_t = theta_t - theta_0
@@ -267,9 +267,9 @@ def blend(base: Tensors, experts: Sequence[Tensors], alpha: torch.Tensor) -> dic
     return blended
 
 
-def _part(base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], expert: int) -> torch.Tensor:
+def _part(base: ExpertStack, experts: Sequence[tuple[torch.Tensor, torch.Tensor]], mixture_expert: int) -> torch.Tensor:
     """The ``weighted_sum`` of one routed expert's matrices, from the stacks of all."""
-    return weighted_sum(base[expert], [(stack[expert], weight) for stack, weight in experts])
+    return weighted_sum(base[mixture_expert], [(stack[mixture_expert], weight) for stack, weight in experts])
 
 
 class Blend:

@@ -282,12 +282,12 @@ class Experiment:
             datasets.disable_progress_bars()
         if (task, name) not in self.sources:
             self.sources[task, name] = CalibrationSource(
-                name,
-                task.template,
-                lambda: self.samples_tokenizer,
-                functools.partial(self.tokenizer, task.reference),
-                self.settings.max_tokens,
-                self.settings.seed,
+                source=name,
+                template=task.template,
+                load_tokenizer=lambda: self.samples_tokenizer,
+                load_expert_tokenizer=functools.partial(self.tokenizer, task.reference),
+                max_tokens=self.settings.max_tokens,
+                seed=self.settings.seed,
             )
         return self.sources[task, name]
 

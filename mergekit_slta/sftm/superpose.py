@@ -51,7 +51,7 @@ def matrix_bytes(rows: int, columns: int, experts: int) -> int:
     return 8 * rank * (experts * (rows + columns) + (experts + 3) ** 2 * rank // 2)
 
 
-def superpose_task(role: Role, vectors: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
+def superposed_vector(role: Role, vectors: Iterable[torch.Tensor], density: Sequence[float], rank: int) -> torch.Tensor:
     """Trim the experts' task vectors and merge them by their role, before the scaling factor γ (Algorithm 2).
 
     A stack [..., m, n] of linear maps is trimmed and merged matrix by matrix, as if the checkpoint stored them apart.
@@ -60,7 +60,7 @@ def superpose_task(role: Role, vectors: Iterable[torch.Tensor], density: Sequenc
     if role in (Role.LINEAR, Role.TRANSPOSED):
         stacks = list(vectors)
         if stacks[0].ndim > 2:
-            return torch.stack([superpose_task(role, parts, density, rank) for parts in zip(*stacks, strict=True)])
+            return torch.stack([superposed_vector(role, parts, density, rank) for parts in zip(*stacks, strict=True)])
         return merge_task_matrices([trim(vector, share) for vector, share in zip(stacks, density, strict=True)], rank)
     trimmed = (trim(vector, share) for vector, share in zip(vectors, density, strict=True))
     if role is Role.CONVOLUTION:

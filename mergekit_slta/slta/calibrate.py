@@ -51,7 +51,7 @@ def calibrate(
     """
     for note in (note for level in levels for note in fallbacks(decoder, level)):
         LOG.warning("%s", note)
-    calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels)
+    calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels=levels)
     return pass_layers(calibration, partial=partial, tell=tell)
 
 

@@ -25,7 +25,7 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import WRITERS, trace
+from mergekit_slta.layers.trace import ENDINGS, trace
 from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
 from mergekit_slta.models.headers import open_model
 from mergekit_slta.models.layout import Layout
@@ -40,7 +40,7 @@ LOG = logging.getLogger(__name__)
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 SOLVE_OTHERWISE = "solve at another level, such as 'attn_mlp', or use 'merge_method: slta' with these statistics"
-MULTIMODAL = WRITERS[-1]  # how the name of a class ends that may take more than text
+MULTIMODAL = ENDINGS[-1]  # how the name of a class ends that may take more than text
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 
