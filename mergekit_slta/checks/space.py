@@ -62,8 +62,7 @@ def needs(experiment: Experiment) -> Needs:
     """Find out what a recipe takes without reading weights; an SltaError if a model cannot be opened."""
     disk = _disk(experiment)
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
-    merging = _merging(experiment, min(disk.merged, experiment.options.out_shard_size))
-    return replace(disk, memory=LIBRARIES + max(running, merging))
+    return replace(disk, memory=LIBRARIES + max(running, _merging(experiment)))
 
 
 def _disk(experiment: Experiment) -> Needs:
@@ -99,14 +98,15 @@ def _running(experiment: Experiment) -> int:
     return feature_merge_bytes(decoder, models, tasks)
 
 
-def _merging(experiment: Experiment, written: int) -> int:
-    """The bytes that mergekit takes to merge tensor by tensor, where a file's tensors wait until it is ``written``.
+def _merging(experiment: Experiment) -> int:
+    """The bytes that mergekit takes to merge tensor by tensor, in the order of their names.
 
     All models' tensors are in the recipe's ``dtype``, mapped from their files if these have it, and the methods compute
-    in float32.
+    in float32. What is merged waits until a file is full.
     """
     recipe, settings, experts = experiment.recipe, experiment.recipe.settings, len(experiment.recipe.experts)
     base, dtype = experiment.model(recipe.base), _dtype(recipe.config.dtype)
+    written = _dtype(recipe.config.out_dtype or recipe.config.dtype)
 
     def held(header: TensorHeader) -> int:
         (rows, columns), stored = header.shape[-2:], header.nbytes // header.count
@@ -118,11 +118,17 @@ def _merging(experiment: Experiment, written: int) -> int:
             solving = superpose.matrix_bytes(rows, columns, experts)
         # The merged tensor; or task vectors and their merge, which of a stack exists twice.
         copies = 1 if isinstance(settings, CalibrationSettings) else experts + 1 + (len(header.shape) > 2)
+        if isinstance(settings, SltaSettings) and settings.level != "model" and rows == base.vocabulary:
+            copies = 0  # it stays the base model's
         return loaded + NUMBER * copies * header.count + solving
 
-    # A tied embedding is merged first, before anything waits.
-    *_, second, largest = 0, *sorted(held(header) for header in base.tensors.values() if len(header.shape) > 1)
-    return max(largest, second + written)
+    most = waiting = 0
+    for _, header in sorted(base.tensors.items()):
+        if len(header.shape) > 1:
+            most = max(most, held(header) + waiting)
+        nbytes = header.count * written.itemsize if written else header.nbytes
+        waiting = min(waiting + nbytes, experiment.options.out_shard_size)
+    return most
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
