@@ -153,7 +153,7 @@ class SltaMerge(Merge):
         parts = [f"{name} {as_score(share)}" for name, share in shares]
         base = f"; kept of the base model on its prompts: {as_score(self.solution.kept_base_overall)}"
         self.result = (
-            f"Share retained of each expert's feature change: {', '.join(parts)}{base * self.solution.keeps_base}."
+            f"Share retained of each expert's feature change: {', '.join(parts)}{base * self.solution.has_base_task}."
         )
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report  # imports matplotlib, which takes a second

@@ -111,7 +111,7 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
 def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     """A row for each model; columns in which no model has anything are left out."""
     shares = dict(zip(solution.models, solution.retained_overall.tolist(), strict=True)) if solution else {}
-    if solution and solution.keeps_base:
+    if solution and solution.has_base_task:
         shares[made.base_model.name] = solution.kept_base_overall
     tasks = {task.model: f"{task.prompts} of {_code(task.source)}" for task in made.tasks}
     lines = [["", "Model", "Revision", "Prompts", "Feature change kept"], ["---"] * 5]

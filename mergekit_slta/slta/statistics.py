@@ -317,7 +317,7 @@ class Solution(Paragraphs):
         return {layer: _retained_together(parts) for layer, parts in layers.items()}
 
     @property
-    def keeps_base(self) -> bool:
+    def has_base_task(self) -> bool:
         """Whether the base model has a task of its own."""
         return self.statistics.info.keep is not None
 
@@ -327,7 +327,7 @@ class Solution(Paragraphs):
 
         It is 1 if the merge changes nothing there, and 0 if it changes as much as one expert that is added whole.
         """
-        return {name: solved.kept_base for name, solved in self.submodules.items()} if self.keeps_base else {}
+        return {name: solved.kept_base for name, solved in self.submodules.items()} if self.has_base_task else {}
 
     @cached_property
     def kept_base_overall(self) -> float:
@@ -395,7 +395,7 @@ class Solution(Paragraphs):
         for quantity, values in by_expert.items():
             numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
             columns |= {f"{quantity} {name}": column for name, column in zip(names, numbers, strict=True)}
-        columns |= {"kept_base": list(self.kept_base.values())} if self.keeps_base else {}
+        columns |= {"kept_base": list(self.kept_base.values())} if self.has_base_task else {}
         return columns | {"condition": list(self.condition.values())}
 
     def plot(self) -> Figure:
@@ -427,7 +427,7 @@ class Solution(Paragraphs):
             "retained": {name: retained.tolist() for name, retained in self.retained.items()},
             "condition": self.condition,
         }
-        if self.keeps_base:
+        if self.has_base_task:
             content |= {"kept_base": self.kept_base, "keep_weight": self.keep_weight}
         if self.draws:
             content["alpha_std"] = {name: error.tolist() for name, error in self.alpha_std.items()}
@@ -445,7 +445,7 @@ class Solution(Paragraphs):
         columns["condition"] = list(map(plain_number, columns["condition"]))
         rows = [list(row) for row in zip(*columns.values(), strict=True)]
         if len(rows) > 1:
-            shares = [*self.retained_overall.tolist(), *([self.kept_base_overall] if self.keeps_base else [])]
+            shares = [*self.retained_overall.tolist(), *([self.kept_base_overall] if self.has_base_task else [])]
             rows.append(["all", *("–" for _ in self.models), *map(as_score, shares), "–"])
         return Table(list(columns), rows)
 
@@ -463,7 +463,7 @@ class Solution(Paragraphs):
             elif math.isnan(share):
                 clause += " (it has none: is it a copy of the base model?)"
             clauses.append(clause)
-        base = f"; it keeps {as_score(self.kept_base_overall)} of the base model on its own task" * self.keeps_base
+        base = f"; it keeps {as_score(self.kept_base_overall)} of the base model on its own task" * self.has_base_task
         return f"At level {self.level}, the merge retains {enumerated(clauses)}{base}."
 
     def notes(self) -> list[str]:
@@ -493,7 +493,7 @@ class Solution(Paragraphs):
             "alpha: the merging weight",
             "retained: the share of the expert's feature change that the merge retains",
         ]
-        if self.keeps_base:
+        if self.has_base_task:
             legend += [f"kept_base: the share kept of the base model on its own prompts, with κ = {self.keep_weight:g}"]
         legend += [f"condition: 1 is ideal, above {MOST_CONDITION:.0f} the prompts hardly determine the weights"]
         legend += ["±: alpha_std, the standard error over bootstrap draws"] if self.draws else []
