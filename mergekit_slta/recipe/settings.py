@@ -173,7 +173,7 @@ class SftmSettings(MethodSettings):
     in_words: ClassVar[str] = "every matrix keeps the singular features of every expert's change, without prompts."
     expert: ClassVar[type[Parameters]] = SftmExpert
     lambda_: FiniteFloat = Field(
-        default=0.6, alias="lambda", description="multiplies the merged change of every matrix (γ in the paper)"
+        default=0.6, alias="lambda", description="multiplies the merged change of all but norms (γ in the paper)"
     )
     rank: Annotated[int, Field(ge=0)] = Field(
         default=0, description="how many singular vectors of a matrix's change to take; 0 takes all"
