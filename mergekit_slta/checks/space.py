@@ -110,15 +110,16 @@ def _merging(experiment: Experiment) -> int:
 
     def held(header: TensorHeader) -> int:
         (rows, columns), stored = header.shape[-2:], header.nbytes // header.count
+        of_vocabulary = rows == base.vocabulary  # the embedding or the output head
         loaded = (experts + 1) * dtype.itemsize * header.count if dtype and dtype.itemsize != stored else 0
         solving = 0
-        if isinstance(settings, ActmatSettings) and rows != base.vocabulary:
+        if isinstance(settings, ActmatSettings) and not of_vocabulary:
             solving = covariance.matrix_bytes(rows, columns)
-        if isinstance(settings, SftmSettings) and rows != base.vocabulary:
+        if isinstance(settings, SftmSettings) and not of_vocabulary:
             solving = superpose.matrix_bytes(rows, columns, experts)
         # The merged tensor; or task vectors and their merge, which of a stack exists twice.
         copies = 1 if isinstance(settings, CalibrationSettings) else experts + 1 + (len(header.shape) > 2)
-        if isinstance(settings, SltaSettings) and settings.level != "model" and rows == base.vocabulary:
+        if isinstance(settings, SltaSettings) and settings.level != "model" and of_vocabulary:
             copies = 0  # it stays the base model's
         return loaded + NUMBER * copies * header.count + solving
 

@@ -108,7 +108,7 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
 
 
-def waiting(decoder: Decoder, tokens: int, longest: int = 0) -> int:
+def waiting(decoder: Decoder, tokens: int, longest: int) -> int:
     """How many bytes of so many tokens, in prompts of at most ``longest``, wait at most; see ``waiting_bytes``."""
     width, outputs = memory.hidden_size(decoder), 0
     for groups in (maps.groups for maps in groups_by_layer(decoder)):

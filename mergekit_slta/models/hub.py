@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_fu
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
 
-TOO_MANY_REQUESTS, SERVER_FAULTS = 429, 500
 HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
 # The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -34,7 +34,8 @@ def refused(problem: str, error: Exception) -> SltaError:
     """The refusal for one of ``HUB_ERRORS``; ``problem`` is the sentence up to the reason, which is added."""
     later = _no_answer(error) or isinstance(error, (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled))
     if isinstance(error, hub.HfHubHTTPError):
-        later |= error.response.status_code == TOO_MANY_REQUESTS or error.response.status_code >= SERVER_FAULTS
+        status = error.response.status_code
+        later |= status == HTTPStatus.TOO_MANY_REQUESTS or status >= HTTPStatus.INTERNAL_SERVER_ERROR
     return (MachineError if later or is_disk_full(error) else SltaError)(f"{problem}{reason(error)}.")
 
 
