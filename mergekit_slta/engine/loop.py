@@ -50,8 +50,6 @@ LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 # Called with the number of this process's samples that have passed another step of a layer.
 Progress = Callable[[int], object]
-# Called with what is at hand, and how many steps it took.
-Tell = Callable[[str, int], object]
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
@@ -65,6 +63,11 @@ class LayerMethod(ABC, Generic[Result]):
     tasks: Tasks  # the token ids of each task's samples; there may be more tasks than experts
     ranks: Ranks  # the processes that share the batches
     stage = ""  # what of a layer is at hand, as the end of a line on progress
+
+    @property
+    def steps(self) -> int:
+        """How many steps a sample takes in all, each of which is reported; by default one in each layer."""
+        return len(self.decoder)
 
     def sources(self) -> Sequence[Sequence[Source]]:
         """For each hidden-state stream, the model that embeds the samples of each task; by default the first."""
@@ -123,23 +126,18 @@ def exact_products() -> Iterator[None]:
 @exact_products()
 def pass_layers(
     method: LayerMethod[Result],
+    doing: str = "",  # what the progress bar says is done
     *,
     partial: Partial | None = None,  # the folder of finished layers, which are not computed again
-    tell: Tell = lambda at_hand, samples: None,  # a negative number when steps are repeated with smaller batches
+    quiet: bool = True,  # show no progress bar
 ) -> Result:
     """Run all samples through the layers, one layer after the other."""
     return_freed_memory()
     device, positions = method.decoder.device, fitting_batch(method.decoder)
     longest = max(len(token_ids) for samples in method.tasks for token_ids in samples)
     while True:
-        steps: list[int] = []
-
-        def counted(at_hand: str, samples: int) -> None:
-            steps.append(samples)  # noqa: B023
-            tell(at_hand, samples)
-
         try:
-            return _run(method, positions, partial, counted)
+            return _run(method, positions, doing, partial, quiet)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -147,7 +145,6 @@ def pass_layers(
                 raise _does_not_fit(method, max(positions, longest)) from error
         positions //= 2
         LOG.warning("Out of memory on %s: restarting with %d token positions at once", device, positions)
-        tell("smaller batches", -sum(steps))
         gc.collect()  # not above, where the error still holds what the run had in memory
         if device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps freed blocks in sizes that no longer fit
@@ -166,22 +163,25 @@ def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
     )
 
 
-def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, tell: Tell) -> Result:
+def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Partial | None, quiet: bool) -> Result:
     """The loop, with at most ``positions`` token positions at once."""
-
-    def report(samples: int) -> None:
-        tell(f"{min(streams.layer + 1, len(decoder))} of {len(decoder)} layers{method.stage}", samples)
-
     decoder, ranks = method.decoder, method.ranks
-    layers = range(len(decoder))
     finished: set[int | None] = set()
     if partial is not None:
         finished = partial.finished(len(decoder))
         ranks.require_equal(len(finished), partial.folder)
     batches = decoder_batches(decoder, method.tasks, positions, ranks)
-    streams = Streams(decoder, method.sources(), batches)
-    with contextlib.closing(read_layers(decoder, method.models)) as read:
-        for layer in layers:
+    total = method.steps * sum(len(batch.rows) for batch in batches)
+    with (
+        progress_bar(doing, method.models, total, quiet) as tell,
+        contextlib.closing(read_layers(decoder, method.models)) as read,
+    ):
+        streams = Streams(decoder, method.sources(), batches)
+
+        def report(samples: int) -> None:
+            tell(f"{min(streams.layer + 1, len(decoder))} of {len(decoder)} layers{method.stage}", samples)
+
+        for layer in range(len(decoder)):
             # The tensors get no name here, so that they are freed before the next layer's are read.
             if partial is not None and layer in finished:
                 method.repeat_layer(layer, next(read), partial.load(layer), streams, report)
@@ -190,7 +190,7 @@ def _run(method: LayerMethod[Result], positions: int, partial: Partial | None, t
                 if partial is not None and ranks.first:
                     partial.write(layer, tensors)
             streams.layer += 1
-    return method.finish(streams, report)
+        return method.finish(streams, report)
 
 
 def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[list[dict[str, torch.Tensor]], None, None]:
@@ -235,7 +235,9 @@ def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[lis
 
 
 @contextlib.contextmanager
-def progress_bar(doing: str, models: Iterable[object], total: int, quiet: bool) -> Iterator[Tell]:
+def progress_bar(
+    doing: str, models: Iterable[object], total: int, quiet: bool
+) -> Iterator[Callable[[str, int], object]]:
     """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took.
 
     Without a terminal, a line with the time comes every half minute.

@@ -101,11 +101,6 @@ def fitting_batch(decoder: Decoder) -> int:
     return min(CPU_BATCH_TOKENS, max(LEAST_CPU_BATCH_TOKENS, CPU_BATCH_ELEMENTS // widest))
 
 
-def samples_here(decoder: Decoder, tasks: Tasks, ranks: Ranks) -> int:
-    """How many samples this process has, if batches need not be halved."""
-    return sum(len(batch.rows) for batch in decoder_batches(decoder, tasks, fitting_batch(decoder), ranks))
-
-
 @torch.no_grad()
 def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
     """Whether samples of these lengths may get other features in a right-padded batch than alone.

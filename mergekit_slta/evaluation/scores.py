@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers, progress_bar
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.memory import (
     LIBRARIES,
     NUMBER,
@@ -88,8 +88,7 @@ def score_model(
             "library that runs whole models."
         )
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    with progress_bar(doing, [checkpoint], len(decoder) * sum(map(len, groups)), quiet) as tell:
-        scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups=groups), tell=tell)
+    scores = pass_layers(_Scoring(decoder, [checkpoint], tasks, Ranks(), groups=groups), doing, quiet=quiet)
     rows = iter(range(len(scores)))
     return [[scores[next(rows)] for _ in group] for group in groups]
 

@@ -52,12 +52,12 @@ from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import matrix_bytes
 from mergekit_slta.engine import memory
-from mergekit_slta.engine.loop import LayerMethod, Progress, Tell, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
-from mergekit_slta.featcal.regression import RidgeRegression, regression_bytes
+from mergekit_slta.featcal.regression import RidgeRegression, Tokens, regression_bytes
 from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
@@ -81,10 +81,6 @@ HEAD_ELEMENTS = 2**26
 LAYER_ERRORS, LAYER_RIDGES = "error.features", "error.ridges"
 
 Owner = TypeVar("Owner")
-# Of n tokens that reach some maps: the merged model's inputs [n, in], what the task's own maps return for their own
-# inputs, without biases and with half of the drift [n, out], and the place of each token's sample among its task's, and
-# its weight [n].
-Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
@@ -146,17 +142,17 @@ class FeatureMerge(LayerMethod[Tensors]):
         self.maps = groups_by_layer(self.decoder)
 
     @property
-    def stages(self) -> int:
-        """How many stages the merge has: the groups of maps, and the output head."""
+    def steps(self) -> int:
+        """One for each group of maps, and one for the output head."""
         return sum(len(maps.groups) for maps in self.maps) + (self.head is not None)
 
-    def solve(self, tell: Tell = lambda at_hand, samples: None) -> None:
-        """Write each layer's tensors when it is finished, and then the head's; ``tell`` is that of ``pass_layers``."""
+    def solve(self, quiet: bool = True) -> None:
+        """Write each layer's tensors when it is finished, and then the head's, with a progress bar unless ``quiet``."""
         for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
             numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
             loud = numbered or SHARED in unsolved.values()
             LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
-        tensors = pass_layers(self, partial=self.partial, tell=tell)
+        tensors = pass_layers(self, "Solving", partial=self.partial, quiet=quiet)
         if self.ranks.first:
             self.partial.write(None, tensors)
         self.ranks.wait()
@@ -215,18 +211,16 @@ class FeatureMerge(LayerMethod[Tensors]):
         names, tail = [name for name in (head.weight, head.bias) if name], decoder.tail_tensors
         # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
         solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}
-        merged_tail = read_edges(decoder, self.anchor, tail)
-        owned = [(read_edges(decoder, owner, names), read_edges(decoder, owner, tail)) for owner in self.owners]
+        owned = [read_edges(decoder, owner, names) for owner in self.owners]
+        tails = [read_edges(decoder, self.anchor, tail), *(read_edges(decoder, owner, tail) for owner in self.owners)]
         matrix, ridge = head.matrix(solved), self.ridge
         rows, columns = matrix.shape
         step, samples = max(1, HEAD_ELEMENTS // columns), sum(len(batch.rows) for batch in streams.batches)
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
             regression = RidgeRegression(matrix[part], ridge, tokens=streams.tokens, ranks=self.ranks)
-            for task, (tensors, owner_tail) in enumerate(owned):
-                for tokens in self._head_tokens(task, head.matrix(tensors)[part], (merged_tail, owner_tail), streams):
-                    regression.add(*tokens)
-                regression.finish_task(self.anchor.counts[task])
+            matrices = [head.matrix(tensors)[part] for tensors in owned]
+            regression.add_tasks(self.anchor.counts, functools.partial(self._head_tokens, streams, matrices, tails))
             change = regression.solve()
             if change.ridge is None:
                 LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
@@ -234,24 +228,24 @@ class FeatureMerge(LayerMethod[Tensors]):
             ridge = change.ridge  # the choice of the first part holds for the whole head
             solved[head.weight][part] += change.matrix
             if head.bias is not None:
-                biases = torch.stack([tensors[head.bias][part] for tensors, _ in owned])
+                biases = torch.stack([tensors[head.bias][part] for tensors in owned])
                 solved[head.bias][part] = change.offset(solved[head.bias][part], biases)
             report(samples * part.stop // rows - samples * start // rows)
         return solved
 
     def _head_tokens(
-        self, task: int, matrix: torch.Tensor, tails: tuple[Tensors, Tensors], streams: Streams
+        self, streams: Streams, matrices: Sequence[torch.Tensor], tails: Sequence[Tensors], task: int
     ) -> Iterator[Tokens]:
-        """The head's inputs in the merged model, and what the task's model's head, ``matrix``, makes of its own.
+        """A task's tokens at the output head.
 
-        ``tails`` are the ``tail_tensors`` of the merged model, and of the task's own.
+        ``matrices`` are the heads of the tasks' own models, ``tails`` the ``tail_tensors`` of the merge and theirs.
         """
         for number, batch in streams.batches_of(task):
             inputs, owner_inputs = (
                 batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
-                for stream, tail in zip((MERGED, OWNER), tails, strict=True)
+                for stream, tail in ((MERGED, tails[0]), (OWNER, tails[1 + task]))
             )
-            yield inputs, owner_inputs @ matrix.T, *self.places_and_weights(batch)
+            yield inputs, owner_inputs @ matrices[task].T, *self.places_and_weights(batch)
 
 
 class _Layer:
@@ -296,7 +290,11 @@ class _Layer:
         return sums[0] / sums[1]
 
     def tokens_of(self, group: MapGroup, report: Progress, task: int) -> Iterator[Tokens]:
-        """The tokens of a task at maps of one input, with half of the drift where a map can correct it."""
+        """The tokens of a task at maps of one input: both models' layers run, batch by batch.
+
+        The targets are what the task's own maps return for their own inputs, without biases, and with half of the drift
+        where a map can correct it.
+        """
         writes = not self.maps.writers.keys().isdisjoint(group.modules)
         for number, batch in self.streams.batches_of(task):
             # Before the runs: the owner's run of the layer's last group puts the output in the input's place.
@@ -347,10 +345,7 @@ class _Layer:
         near = torch.lerp(base, anchor, BEYOND)
         prior = self.merge.anchor.prior(maps, self.base, self.owners)
         regression = RidgeRegression(near, self.merge.ridge, prior=prior, tokens=expected, ranks=self.merge.ranks)
-        for task, count in enumerate(self.merge.anchor.counts):
-            for tokens in tokens_of(task):  # for a group, this runs both models' layers, batch by batch
-                regression.add(*tokens)
-            regression.finish_task(count)
+        regression.add_tasks(self.merge.anchor.counts, tokens_of)
         if mixture_expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
             self.unsolved.append(f"{names} ({regression.tokens} tokens)")
             return

@@ -34,7 +34,7 @@ whose system is only [n, n].
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +54,10 @@ PREDICTED = 64  # random combinations of the outputs by which the error on left-
 
 # Of all sums, systems and solutions; where that does not suffice to factor a system, ``times_inverse`` takes float64.
 PRECISION = torch.float32
+
+# Of n tokens that reach some maps: the merged model's inputs x [n, d_in], the targets y [n, d_out], the number of each
+# token's sample [n], whose last bit says which half it is in, and its weight w_x [n].
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -134,14 +138,17 @@ class RidgeRegression:
         self._halved = ridge is None  # whether each task has samples in both halves
         self.tokens = 0  # that all processes have added
 
-    def add(
-        self,
-        inputs: torch.Tensor,  # [n, d_in]
-        targets: torch.Tensor,  # [n, d_out]
-        samples: torch.Tensor,  # the number of each token's sample [n], whose last bit says which half it is in
-        token_weights: torch.Tensor,  # w_x [n]
+    def add_tasks(self, counts: Sequence[float], tokens_of: Callable[[int], Iterable[Tokens]]) -> None:
+        """Add the tokens of every task, ``tokens_of`` it; ``counts`` says how much each counts (c_t)."""
+        for task, count in enumerate(counts):
+            for tokens in tokens_of(task):  # may run layers, batch by batch
+                self._add(*tokens)
+            self._finish_task(count)
+
+    def _add(
+        self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, token_weights: torch.Tensor
     ) -> None:
-        """Add tokens of the current task."""
+        """Add ``Tokens`` of the current task."""
         task, roots = self._task, token_weights.to(inputs.device, PRECISION).sqrt()[:, None]
         inputs, halves = inputs.to(PRECISION), samples.to(inputs.device) % len(task.tokens)
         residuals = torch.addmm(targets.to(PRECISION), inputs, self._near.T, alpha=-1).mul_(roots)
@@ -160,8 +167,8 @@ class RidgeRegression:
             add_gram(inputs[rows], moments)
             predicted.addmm_(combined[rows].T, inputs[rows])
 
-    def finish_task(self, count: float = 1.0) -> None:
-        """Weight the current task's tokens, by how much it counts (c_t), and go on to the next task."""
+    def _finish_task(self, count: float) -> None:
+        """Weight the current task's tokens, and go on to the next task."""
         task = self._task
         for part in vars(task).values():
             self._ranks.sum(part)

@@ -10,9 +10,7 @@ import torch
 from safetensors import safe_open
 
 from mergekit_slta.data.sources import CalibrationData
-from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import groups_by_layer
@@ -31,7 +29,6 @@ LOG = logging.getLogger(__name__)
 # Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
-FORMAT = 23  # changes with the folder's content and with the way that layers are solved
 
 
 def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
@@ -41,7 +38,6 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
     weights, head = token_weights(data), head_to_solve(experiment)
     identity = experiment.identity(
         data,
-        format=FORMAT,
         weights=digest([row.tolist() for row in weights]),
         keep_weight=experiment.recipe.keep_weight,
         ridge=settings.ridge,
@@ -56,9 +52,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
         ridge = None if settings.ridge == "auto" else settings.ridge
         merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
-        total = merge.stages * samples_here(decoder, token_ids, ranks)
-        with progress_bar("Solving", models, total, experiment.quiet) as tell:
-            merge.solve(tell)
+        merge.solve(experiment.quiet)
     return SolvedModel(decoder, partial, experiment.layout)
 
 

@@ -16,9 +16,9 @@ from typing import SupportsIndex, Unpack
 import click
 import torch
 
-from mergekit_slta.engine.loop import pass_layers, progress_bar
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Tasks, samples_here
+from mergekit_slta.engine.streams import Tasks
 from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import on_device
@@ -156,9 +156,7 @@ class Plan:
         for number, study in enumerate(self.studies, 1):
             tasks, doing = self._tasks_of(study), f"Measuring linearity, study {number} of {len(self.studies)}"
             interpolation = Interpolation(self.decoder, self.models, tasks, self.ranks, self.levels, study.settings)
-            prompts = samples_here(self.decoder, tasks, self.ranks)
-            with progress_bar(doing, self.models, len(layers) * prompts, quiet or not self.ranks.first) as tell:
-                grams = pass_layers(interpolation, tell=tell)
+            grams = pass_layers(interpolation, doing, quiet=quiet)
             members = tuple(self.names[expert] for expert in study.experts)
             group = "+".join(members)
             result.members[group] = members

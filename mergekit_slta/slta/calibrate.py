@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, Tell, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.memory import batch_bytes, batch_shapes, edge_bytes, layer_bytes, states_bytes
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -43,16 +43,16 @@ def calibrate(
     *,
     partial: Partial | None = None,
     ranks: Ranks | None = None,
-    tell: Tell = lambda at_hand, samples: None,
+    quiet: bool = True,
 ) -> Grams:
     """Measure the Gram matrix [N, T, T] of every submodule on every calibration sample, rows ordered by task.
 
-    ``models`` are the base model, then the ``T`` experts; ``partial`` and ``tell`` are those of ``pass_layers``.
+    ``models`` are the base model, then the ``T`` experts; ``partial`` and ``quiet`` are those of ``pass_layers``.
     """
     for note in (note for level in levels for note in fallbacks(decoder, level)):
         LOG.warning("%s", note)
     calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels=levels)
-    return pass_layers(calibration, partial=partial, tell=tell)
+    return pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=quiet)
 
 
 def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -> int:

@@ -15,9 +15,7 @@ import torch
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData, source_name
-from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.streams import samples_here
 from mergekit_slta.errors import refuse
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
@@ -155,10 +153,8 @@ def _measured(
         fallbacks=tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level)),
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
-    models, prompts = experiment.checkpoints, samples_here(decoder, tasks, ranks)
-    doing = f"Calibrating {', '.join(levels)}"
-    with progress_bar(doing, models, len(decoder) * prompts, experiment.quiet) as tell:
-        grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, tell=tell)
+    models = experiment.checkpoints
+    grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, quiet=experiment.quiet)
     for model in models:
         model.refuse_changes()
     task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])

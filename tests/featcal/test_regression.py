@@ -4,14 +4,14 @@ Most tests run on both forms of its system: sums over the tokens, and the tokens
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.featcal import regression
-from mergekit_slta.featcal.regression import DECISIVE, LIKELY_RIDGE, RIDGES, Change, RidgeRegression
+from mergekit_slta.featcal.regression import DECISIVE, LIKELY_RIDGE, RIDGES, Change, RidgeRegression, Tokens
 
 INPUTS, OUTPUTS = 12, 5
 TOKENS_PER_SAMPLE = 5
@@ -66,13 +66,16 @@ def solve(
     (_, inputs), (_, outputs) = (part.shape for part in tasks[0])
     near = draws(9)(outputs, inputs)
     equations = RidgeRegression(near, ridge, prior=prior, tokens=0 if few else None)
-    for (given, residuals), own in zip(tasks, weights or map(_ones, tasks), strict=True):
+    token_weights = weights or [*map(_ones, tasks)]
+
+    def tokens_of(task: int) -> Iterator[Tokens]:
+        given, residuals = tasks[task]
         samples = torch.arange(len(given)) // TOKENS_PER_SAMPLE
         targets = (given.double() @ near.double().T + residuals).to(regression.PRECISION)
-        for start in range(0, len(given), batch):
-            part = slice(start, start + batch)
-            equations.add(given[part], targets[part], samples[part], own[part])
-        equations.finish_task()
+        parts = (part.split(batch) for part in (given, targets, samples, token_weights[task]))
+        return zip(*parts, strict=True)
+
+    equations.add_tasks([1.0] * len(tasks), tokens_of)
     assert equations.tokens == sum(len(given) for given, _ in tasks)
     return equations.solve()
 
