@@ -46,8 +46,7 @@ def main(folder: Path) -> None:
     pair = statistics.select(first, second).solve("layer", ridge=0.01, task_weights={first: 2})
     print(pair)
 
-    # The same numbers for pandas, and as a figure.
-    print(solution.to_frame())
+    # The same numbers as a figure.
     solution.plot().savefig(out / "alpha.png")
 
     # A recipe that mergekit runs without this package, and a page with figures.
@@ -55,9 +54,6 @@ def main(folder: Path) -> None:
     paths = {name: str(family / Path(name).name) for name in names}
     plain = solution.save_recipe(out / "plain.yml", models=paths)
     print(plain, slta.report(solution, out / "report"), sep="\n")
-
-    # What a weight of 0.4 for every expert would keep.
-    print(statistics.solution(0.4))
 
     # The merge itself, with the weights that were solved, and what it keeps of each expert's skill.
     merged = slta.merge(plain, out / "merged")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from mergekit_slta.errors import SltaError, printable
-
-if TYPE_CHECKING:
-    import pandas
-
+from mergekit_slta.errors import printable
 
 LONGEST_CELL = 100  # characters
 
@@ -47,30 +43,11 @@ def as_size(nbytes: float) -> str:
 
 
 class Paragraphs:
-    """A result that prints as sentences and tables, and gives its numbers to pandas.
-
-    A class has its ``parts`` or its own ``__str__``, and its ``columns``.
-    """
+    """A result that prints as sentences and tables."""
 
     def parts(self) -> Iterator[str | Table]:
         """The sentences and tables in their order."""
         raise NotImplementedError
-
-    def columns(self) -> Mapping[str, Sequence[Any]]:
-        """The columns of ``to_frame`` by their names."""
-        raise NotImplementedError
-
-    def to_frame(self) -> pandas.DataFrame:
-        """The numbers as a table of pandas, whose columns ``columns`` describes; what is undefined is NaN.
-
-        Raises:
-            SltaError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ImportError:
-            raise SltaError("'to_frame' makes a table of pandas, which is not installed: pip install pandas.") from None
-        return pandas.DataFrame(self.columns())
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.parts()))

@@ -227,7 +227,7 @@ def test_everything_that_the_package_imports_is_declared() -> None:
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    others = {"mergekit_slta", "_mergekit_slta_startup", "pandas"}  # pandas is used where it is installed
+    others = {"mergekit_slta", "_mergekit_slta_startup"}
     imported = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - others
     by_module = {module: {canonical(name) for name in names} for module, names in packages_distributions().items()}
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -5,13 +5,10 @@ That HTML is escaped is what tests/reports says.
 
 import json
 import math
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.nonlinearity.result import Value
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score
@@ -33,20 +30,13 @@ def test_columns_are_aligned() -> None:
     assert str(Table(["of", "one"], [["a", "1"], ["bcd", "23456"]])) == "of     one\na        1\nbcd  23456"
 
 
-def test_a_result_shows_itself_and_gives_its_numbers_to_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_shows_itself() -> None:
     class Result(Paragraphs):
         def parts(self) -> Iterator[str | Table]:
             yield Table(["<i>", "n"], [["<b>", "1.00"]])
             yield "A & B."
 
-        def columns(self) -> dict[str, list[Any]]:
-            return {"<i>": ["<b>"], "n": [1.0]}
-
     assert repr(Result()) == str(Result()) == "<i>     n\n<b>  1.00\n\nA & B."
-    assert Result().to_frame().to_dict("list") == Result().columns()
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(SltaError, match="pip install pandas"):
-        Result().to_frame()
 
 
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:

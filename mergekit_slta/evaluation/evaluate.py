@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, SupportsIndex, Unpack
@@ -51,9 +51,6 @@ class TaskScore:
     # that of its lead over the experts' mean.
     gain_kept: float | None
     loss: float  # negative log-likelihood per token of the answers, in nats; where none is known, of all tokens
-
-
-COLUMNS = [column.name for column in fields(TaskScore)]
 
 
 @dataclass(frozen=True)
@@ -104,16 +101,8 @@ class Comparison(Paragraphs):
 
         return {name: means[name] for name in sorted(means, key=rank)}
 
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of ``to_frame``: a row for each model on each task, the best model first."""
-        models = list(self.ranking)
-        scores = [task.scores[model] for model in models for task in self.tasks.values()]
-        rows = [[math.nan if value is None else value for value in astuple(score)] for score in scores]
-        columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-        return {"model": [model for model in models for _ in self.tasks], "task": [*self.tasks] * len(models)} | columns
-
     def content(self) -> dict[str, Any]:
-        """The numbers by the names of ``columns``, and the ranking; what is undefined is None."""
+        """The numbers by the names of ``TaskScore``, and the ranking; what is undefined is None."""
         return asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
 
     def to_json(self) -> str:

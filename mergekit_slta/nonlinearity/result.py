@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -103,18 +103,6 @@ class Linearity(Paragraphs):
         if merges := [name for name, members in self.members.items() if len(members) > 1]:
             yield self.table("Projection distance", {"projection_distance": ""}, merges)
             yield "Where the projection distance is 0, the experts' feature changes add up."
-
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of ``to_frame``: a row for each value in ``metrics``."""
-        rows = [
-            (metric, level, group, name, value.mean, value.std, value.n)
-            for metric, by_level in self.metrics.items()
-            for level, by_group in by_level.items()
-            for group, by_name in by_group.items()
-            for name, value in by_name.items()
-        ]
-        names = ("metric", "level", "experts", "submodule", "mean", "std", "n")
-        return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def plot(self) -> Figure:
         """Draw every expert's non-linearity score by kinds of submodules, as Figure 1a of the paper."""

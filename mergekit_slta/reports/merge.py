@@ -75,8 +75,6 @@ def _facts(solution: Solution) -> dict[str, str]:
         facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
     balanced = "every prompt counts the same" if solution.balance else "long prompts and large changes count more"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
-    if solution.by_user:
-        facts["Solved with"] = "nothing: the merging weights were given"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"
     if coarser := [str(fallback) for fallback in info.fallbacks if fallback.level == solution.level]:
@@ -124,8 +122,7 @@ def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
 
 def _weights(solution: Solution) -> list[list[str]]:
     """The merging weights [S, T] in words, with their intervals where they are known."""
-    known = not solution.by_user and len(solution.models) <= MOST_DRAWN
-    drawn = solution.bootstrap(DRAWS).intervals() if known else {}
+    drawn = solution.bootstrap(DRAWS).intervals() if len(solution.models) <= MOST_DRAWN else {}
     unknown = torch.full((2, len(solution.models)), math.nan)
     return [
         [*map(_with_interval, alpha.tolist(), *interval.tolist())]

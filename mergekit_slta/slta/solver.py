@@ -61,7 +61,6 @@ def solve(
     ridge: float = 0.0,  # adds ridge * trace(A) / T to A's diagonal, before B_0 is added
     task_weights: Sequence[float] | None = None,  # c_a of each expert's task; one each by default
     keep_weight: float = 1.0,  # kappa
-    alpha: torch.Tensor | None = None,  # [T] float64, merging weights that take the place of the solved ones
 ) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
@@ -70,10 +69,8 @@ def solve(
     means = task_means(grams, task, balance)
     changes = base_changes(grams, task, tokens)
     matrix, right, measured = equations(means, changes, balance, ridge, task_weights, keep_weight)
-    solved, eigenvalues = solve_semidefinite(matrix, right)
+    alpha, eigenvalues = solve_semidefinite(matrix, right)
     used = eigenvalues[eigenvalues > 0]
-    measured = measured if alpha is None else torch.ones_like(measured)
-    alpha = solved if alpha is None else alpha
     whole = float(changes.diagonal().mean())
     return SubmoduleSolution(
         alpha=alpha,

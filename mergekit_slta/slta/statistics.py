@@ -58,21 +58,13 @@ class Statistics(Paragraphs):
         drawn = f"{counted(len(self.task), 'prompt')} of {counted(int(self.task.max()) + 1, 'task')}"
         return f"{drawn} ({int(self.tokens.sum())} tokens), submodules: {submodules}"
 
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of ``to_frame``: a row for each task, that of the base model last."""
-        info = self.info
-        rows = [self.task == task for task in range(len(info.tasks))]
-        return {
-            "task of": [*info.models, info.base_model][: len(rows)],
-            "prompts": [int(of_task.sum()) for of_task in rows],
-            "tokens": [int(self.tokens[of_task].sum()) for of_task in rows],
-            "calibration": [task.source for task in info.tasks],
-        }
-
     def parts(self) -> Iterator[str | Table]:
         """A row for each task, and a sentence on all."""
-        columns = self.columns()
-        yield Table(list(columns), [list(map(str, row)) for row in zip(*columns.values(), strict=True)])
+        rows, models = [], [*self.info.models, self.info.base_model]
+        for task, data in enumerate(self.info.tasks):
+            tokens = self.tokens[self.task == task]
+            rows.append([models[task], str(len(tokens)), str(int(tokens.sum())), data.source])
+        yield Table(["task of", "prompts", "tokens", "calibration"], rows)
         yield f"{self.summary}."
         yield from map(str, self.info.fallbacks)
 
@@ -190,37 +182,6 @@ class Statistics(Paragraphs):
         solved = {name: solve(used.grams[name], used.task, tokens=used.tokens, **arguments) for name in names}
         return Solution(used, level, solved, **arguments)
 
-    def solution(
-        self,
-        alpha: float | SupportsFloat | Sequence[float] | torch.Tensor | Mapping[str, Sequence[float] | torch.Tensor],
-        level: str | None = None,
-        *,
-        balance: bool = True,
-    ) -> Solution:
-        """The merge with merging weights of your own, such as another method's, to see what it retains, or to save it.
-
-        Args:
-            alpha: a weight for all experts, a weight for each of the ``T``, or such weights by submodule.
-            level, balance: as for ``solve``.
-
-        Raises:
-            SltaError: the level was not measured, or ``alpha`` has other numbers or submodules.
-        """
-        solved = self.solve(level, balance=balance)
-        by_name = alpha if isinstance(alpha, Mapping) else dict.fromkeys(solved.submodules, alpha)
-        if by_name.keys() != solved.submodules.keys():
-            raise SltaError(f"'alpha' must have weights for each of {', '.join(solved.submodules)}, and no others.")
-        submodules = {}
-        for name in solved.submodules:
-            try:
-                weights = torch.as_tensor(by_name[name], dtype=torch.float64).expand(len(self.info.models)).clone()
-            except (TypeError, ValueError, RuntimeError):
-                weights = torch.tensor([math.nan])
-            if not weights.isfinite().all():
-                raise SltaError(f"'alpha' must be a number, or {len(self.info.models)} numbers in the experts' order.")
-            submodules[name] = solve(self.grams[name], self.task, **solved.settings, alpha=weights)
-        return replace(solved, submodules=submodules, by_user=True)
-
     def _task_weights(self, given: Mapping[str, float | SupportsFloat]) -> tuple[float, ...]:
         named = {self._name(name): number(f"task weight of {name}", weight) for name, weight in given.items()}
         for name, weight in named.items():
@@ -270,7 +231,6 @@ class Solution(Paragraphs):
     ridge: float
     task_weights: tuple[float, ...] | None
     keep_weight: float = 1.0
-    by_user: bool = False  # whether the weights come from the user, by ``Statistics.solution``
     draws: Mapping[str, torch.Tensor] | None = None  # [R, T] float64, the merging weights of R draws, by ``bootstrap``
 
     @property
@@ -280,7 +240,7 @@ class Solution(Paragraphs):
 
     @cached_property
     def alpha(self) -> Mapping[str, torch.Tensor]:
-        """The merging weights, [T] float64; for others, see ``Statistics.solution``."""
+        """The merging weights, [T] float64."""
         return MappingProxyType({name: solved.alpha for name, solved in self.submodules.items()})
 
     @cached_property
@@ -358,15 +318,11 @@ class Solution(Paragraphs):
         The same solution then has ``draws`` and ``alpha_std``, and its table the standard errors beside the weights.
 
         Raises:
-            SltaError: there are fewer than two draws, an argument is no whole number, or the weights were not solved.
+            SltaError: there are fewer than two draws, or an argument is no whole number.
         """
         count, start = whole_number("repeats", repeats), whole_number("seed", seed)
         if count < 2:
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
-        if self.by_user:
-            raise SltaError(
-                "These merging weights were given, not solved, so the prompts lend them no standard errors."
-            )
         grams, task = self.statistics.grams, self.statistics.task
         draws = {name: bootstrap(grams[name], task, count, seed=start, **self.settings) for name in self.submodules}
         return replace(self, draws=draws)
@@ -384,19 +340,6 @@ class Solution(Paragraphs):
             raise SltaError(f"'share' is {inside:g}: give a number between 0 and 1.")
         ends = torch.tensor([(1 - inside) / 2, (1 + inside) / 2], dtype=torch.float64)
         return {name: drawn.quantile(ends, dim=0) for name, drawn in self.draws.items()}
-
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of ``to_frame``, those of ``table``: a row for each submodule."""
-        names = short_names(self.models)
-        by_expert = (
-            {"alpha": self.alpha} | ({"alpha_std": self.alpha_std} if self.draws else {}) | {"retained": self.retained}
-        )
-        columns: dict[str, list[Any]] = {"submodule": list(self.submodules)}
-        for quantity, values in by_expert.items():
-            numbers = torch.stack([values[name] for name in self.submodules]).T.tolist()
-            columns |= {f"{quantity} {name}": column for name, column in zip(names, numbers, strict=True)}
-        columns |= {"kept_base": list(self.kept_base.values())} if self.has_base_task else {}
-        return columns | {"condition": list(self.condition.values())}
 
     def plot(self) -> Figure:
         """Draw the merging weights, as Figure 5 of the paper: experts by layers for each branch, or heads by layers."""
@@ -435,19 +378,18 @@ class Solution(Paragraphs):
 
     def table(self) -> Table:
         """One row per submodule: merging weights with their standard errors, shares, condition; and one for all."""
-        columns = self.columns()
-        for name in short_names(self.models):
-            alpha = [as_score(weight, 3) for weight in columns[f"alpha {name}"]]
-            pairs = zip(alpha, columns.pop(f"alpha_std {name}", [math.nan] * len(alpha)), strict=True)
-            columns[f"alpha {name}"] = [cell if math.isnan(error) else f"{cell} ±{error:.3f}" for cell, error in pairs]
-        for title in (title for title in columns if title.startswith(("retained ", "kept_base"))):
-            columns[title] = list(map(as_score, columns[title]))
-        columns["condition"] = list(map(plain_number, columns["condition"]))
-        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        names, kept_base = short_names(self.models), ["kept_base"] * self.has_base_task
+        header = ["submodule", *(f"alpha {name}" for name in names), *(f"retained {name}" for name in names)]
+        rows, no_errors = [], torch.full((len(names),), math.nan)
+        for name, solved in self.submodules.items():
+            pairs = zip(solved.alpha.tolist(), self.alpha_std.get(name, no_errors).tolist(), strict=True)
+            cells = [as_score(weight, 3) + ("" if math.isnan(error) else f" ±{error:.3f}") for weight, error in pairs]
+            shares = [*solved.retained.tolist(), *[solved.kept_base] * self.has_base_task]
+            rows.append([name, *cells, *map(as_score, shares), plain_number(solved.condition)])
         if len(rows) > 1:
             shares = [*self.retained_overall.tolist(), *([self.kept_base_overall] if self.has_base_task else [])]
             rows.append(["all", *("–" for _ in self.models), *map(as_score, shares), "–"])
-        return Table(list(columns), rows)
+        return Table([*header, *kept_base, "condition"], rows)
 
     def verdict(self) -> str:
         """How much of each expert's feature change the merge retains, and where; and how much of the base it keeps."""
@@ -469,8 +411,6 @@ class Solution(Paragraphs):
     def notes(self) -> list[str]:
         """Sentences on the submodules whose samples do not determine every weight that was solved."""
         count, notes = len(self.submodules), list[str]()
-        if self.by_user:
-            return notes
         if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
             notes.append(
                 f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
@@ -541,31 +481,10 @@ class Solution(Paragraphs):
 
     def _origin(self) -> list[str]:
         """Where the weights of a plain recipe come from, for its header."""
-        info, task = self.statistics.info, self.statistics.task
         solved = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
         if self.task_weights:
             solved += f", task weights {':'.join(map(str, self.task_weights))}"
-        lines = [
-            f"The merging weights were given, for level {self.level}."
-            if self.by_user
-            else f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.",
-            f"Measured on prompts of at most {info.max_tokens} tokens, seed {info.seed}.",
-            f"Base model {info.base_model}: fingerprint {info.fingerprint.base.tensors}.",
-        ]
-        for index, (name, share) in enumerate(zip(info.models, self.retained_overall.tolist(), strict=True)):
-            result = f"the merge retains {as_score(share)} of its feature change"
-            result = "it changes nothing" if math.isnan(share) else result
-            lines.append(
-                f"Expert {name}: {result}; fingerprint {info.fingerprint.experts[index]}; "
-                f"{int((task == index).sum())} prompts, sha256 of all measured {info.calibration[index].sha256}."
-            )
-        if info.keep is not None:
-            lines.append(
-                f"The merge keeps {as_score(self.kept_base_overall)} of the base model on "
-                f"{int((task == len(info.models)).sum())} prompts of its own, with weight {self.keep_weight:g}; "
-                f"sha256 of all measured {info.keep.sha256}."
-            )
-        return lines
+        return [f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.", self.verdict()]
 
 
 def _retained_together(solved: Collection[SubmoduleSolution]) -> torch.Tensor:

@@ -195,13 +195,12 @@ def test_a_recipe_names_models_and_types_and_what_its_weights_come_from(base: Pa
     assert content["base_model"] == str(base)
     assert [entry["model"] for entry in content["models"]] == ["org/expert2", "./mine"]
     assert (content["dtype"], content["out_dtype"], content["tokenizer_source"]) == ("float32", "bfloat16", "base")
-    header, fingerprint = "\n".join(re.findall("^#.*", text, re.MULTILINE)), statistics.info.fingerprint
+    header = "\n".join(re.findall("^#.*", text, re.MULTILINE))
     assert text.startswith(header)
     for expected in (
-        *("level layer", "ridge 0.25", "balance true", "4 prompts", "99 tokens", "seed 7"),
-        f"Expert org/expert2: the merge retains {float(solution.retained_overall[0]):.2f} of its feature change",
-        "Expert org/expert0: it changes nothing",
-        *(fingerprint.base.tensors, *fingerprint.experts, f"{2:064x}"),
+        *("level layer", "ridge 0.25", "balance true"),
+        f"the merge retains {float(solution.retained_overall[0]):.2f} of expert2's feature change",
+        "of expert0's (it has none",
     ):
         assert expected in header
     assert "expert1" not in text
