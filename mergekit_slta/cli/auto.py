@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import math
 import shlex
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 import click
-import torch
 from pydantic import TypeAdapter
 
 from mergekit_slta import files
@@ -32,14 +29,12 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import as_size
-from mergekit_slta.words import as_score, counted, enumerated
+from mergekit_slta.words import as_score, enumerated
 
 MERGE = "featcal"  # the merge that the others are compared with
 RIVALS = ("task_arithmetic", "actmat")
 STEPS, SCORES, LOG = "steps.json", "scores.json", "log.txt"
 ENOUGH = 0.9  # of what the task's own model answers: with less, something may be gained
-# To guess the time: tokens of a prompt, and passes for each task to score or to answer, and for each prompt of a merge.
-TOKENS, SCORED, ANSWERED, SOLVED = 200, 100, 400, 10
 
 
 class Step(NamedTuple):
@@ -82,7 +77,6 @@ class Plan:
             raise SltaError("--no-keep-base leaves no use for the base model's --calibration: leave one of them out.")
         self.folder, self.base, self.experts = folder, base, experts
         self.options: Sequence[str] = ()  # mergekit's, for every step that opens models
-        self.keep_base, self.choices = keep_base, [f"--against={method}" for method in against]
         models = [*experts, *[base] * keep_base]
         written = dict(zip(models, (folder / "answers" / file for file in answer_files(models)), strict=True))
         self.answers = {
@@ -109,13 +103,6 @@ class Plan:
         inputs = [*models, *(str(recipe.output) for recipe in self.recipes.values())]
         self.scores = Step([*score, "--json", str(folder / SCORES)], folder / SCORES, inputs)
 
-    def again(self, experts: Sequence[str], folder: str) -> str:
-        """The command that plans the same for some of the experts."""
-        models = [model for model in (*experts, self.base) if model in self.sources.keys() - self.answers]
-        given = [f"--calibration={self.sources[model]}" for model in models]
-        choices = ["--no-keep-base"] * (not self.keep_base and len(experts) > 1) + self.choices
-        return shlex.join(["mergekit-slta", "auto", self.base, *experts, "-o", folder, *given, *choices, *self.options])
-
     def checked(self, options: Mapping[str, Any]) -> Experiment:
         """Open the main merge's recipe, and refuse what ``check`` refuses, and files without a prompt to evaluate.
 
@@ -140,17 +127,6 @@ class Plan:
         taken = needs(experiment)
         yield str(taken)
         yield f"For the comparison: {as_size(taken.merged * (len(self.merges) - 1))} more of disk, until it is scored"
-        # The forward passes of all steps, at the speed of a product of matrices.
-        factor = torch.randn(1024, 1024, device=experiment.device)
-        for _ in range(2):  # the first product on a GPU also loads its library
-            started = time.perf_counter()
-            float((factor @ factor).sum())
-        seconds = (time.perf_counter() - started) / 1024**3  # of a product and a sum
-        scored = SCORED * (len(self.merges) + len(self.experts) + 1) * len(self.sources)
-        solved = SOLVED * sum(task.samples for task in experiment.recipe.tasks)
-        numbers = sum(header.count for header in experiment.model(experiment.recipe.base).tensors.values())
-        passes = ANSWERED * len(self.answers) + scored + solved
-        yield f"Time: very roughly {counted(math.ceil(passes * TOKENS * numbers * seconds / 60), 'minute')}"
 
 
 class Run:
@@ -274,26 +250,24 @@ def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[floa
 
 
 def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
-    """What the numbers suggest, and the command for it."""
-    experts = [title for title in tasks if title != BASE]
-    all_scored = len(experts) == len(plan.experts) > 1  # otherwise a task's title does not tell which model it is of
-    for title, model in zip(experts, plan.experts, strict=True) if all_scored else ():
+    """What the numbers suggest, and the command or the edit for it."""
+    for title in (title for title in tasks if title != BASE and len(plan.experts) > 1):
         ahead, error = lead([tasks[title]], own_model(title), BASE)
         if ahead <= error:
-            others = plan.again([expert for expert in plan.experts if expert != model], "FOLDER")
-            return f"leave {title} out, which is no better than the base model on its own prompts: {others}"
-    recipe, taken = (shlex.quote(str(step.output)) for step in (plan.recipes[MERGE], plan.merges[best]))
-    publish, again = f"mergekit-slta publish {taken} ORG/NAME", f"&& {plan.again(plan.experts, str(plan.folder))}"
+            why = "which is no better than the base model on its own prompts"
+            return f"leave {title} out, {why}: give the same command without it, for another folder"
+    publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
     if best != MERGE:
         return f"take {best}, since {MERGE} is no better here: {publish}"
     shares = {title: task.mean(MERGE) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
         return f"publish it, since on every task it gives {ENOUGH} of what that task's own model gives: {publish}"
+    edit = f"in {plan.recipes[MERGE].output}, and give the same command again"
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what it gives"
-        return f"count the base model's prompts more, {why}: sed -i 's/weight: 1.0 /weight: 2.0 /' {recipe} {again}"
+        return f"count the base model's prompts more, {why}: set its 'weight: 2.0' {edit}"
     if general := [expert for expert in plan.experts if expert in plan.answers]:
         answered = shlex.join(["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl"])
         return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"
-    return f"calibrate with 60 prompts, of files with more: sed -i 's/samples: 30 /samples: 60 /' {recipe} {again}"
+    return f"calibrate with 60 prompts, of files with more: set 'samples: 60' {edit}"
