@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import errno
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import click
 
@@ -138,23 +137,6 @@ def interruptible(then: str) -> Iterator[None]:
     except KeyboardInterrupt:
         click.echo(f"\nInterrupted: the same command {then}.", err=True)
         raise
-
-
-def number(name: str, value: Any) -> float:
-    """An argument as a number, or refuse one that is none."""
-    return _converted(name, value, float, "a number")
-
-
-def whole_number(name: str, value: Any) -> int:
-    """An argument as a whole number, or refuse one that is none."""
-    return _converted(name, value, operator.index, "a whole number")
-
-
-def _converted(name: str, value: Any, kind: Callable[[Any], Result], wanted: str) -> Result:
-    try:
-        return kind(value)
-    except (TypeError, ValueError, RuntimeError):  # torch raises the last
-        raise SltaError(f"'{name}' is {value!r}: give {wanted}.") from None
 
 
 def suggestion(name: str, known: Iterable[str], likeness: float = 0.6) -> str:

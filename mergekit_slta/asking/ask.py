@@ -38,7 +38,7 @@ from mergekit_slta.data.records import (
 from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_template
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
-from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
+from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, folder_headers
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -99,14 +99,14 @@ def ask(
     Raises:
         SltaError: the file already exists, the model or the prompts cannot be used, or no prompt is answered.
     """
-    path, limit = files.new_file(out, ".jsonl"), whole_number("max_new_tokens", max_new_tokens)
+    path = files.new_file(out, ".jsonl")
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
     experiment, (reference,) = opened(recipe, options), recipe.references
     positions, tokenizer = experiment.model(reference).size("max_position_embeddings"), experiment.tokenizer(reference)
     source = CalibrationSource(os.fspath(prompts), "", lambda: tokenizer, lambda: tokenizer, WHOLE, 0)
-    asked = _asked(source, topics, whole_number("samples", samples), (positions or WHOLE) - limit)
+    asked = _asked(source, topics, samples, (positions or WHOLE) - max_new_tokens)
     checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
-    run = files.digest([checkpoint.fingerprint(), [prompt.ids for prompt in asked], limit])
+    run = files.digest([checkpoint.fingerprint(), [prompt.ids for prompt in asked], max_new_tokens])
     answered = _finished(beside, run)
     files.write(beside, _lines(run, *answered.items()).encode())
     # Prompts of about one length are answered together, and in the same batches when the run is started again.
@@ -116,13 +116,13 @@ def ask(
     if batches and not experiment.quiet:
         longest = max(len(prompt.ids) for prompt in asked)
         loads = replace(experiment.model(reference), tensors=folder_headers(Path(checkpoint.folder)))  # its LoRA merged
-        nbytes = answer_bytes(loads, longest, longest + limit, min(BATCH, len(asked)))
+        nbytes = answer_bytes(loads, longest, longest + max_new_tokens, min(BATCH, len(asked)))
         click.echo(f"Memory: about {as_size(nbytes)}", err=True)
     with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
         loaded = _loaded(experiment, checkpoint, source) if batches else None
         progress("the first prompts", len(asked) - sum(map(len, batches)))
         for batch in batches:
-            produced = _produced(loaded, [asked[number].ids for number in batch], limit)
+            produced = _produced(loaded, [asked[number].ids for number in batch], max_new_tokens)
             finished = {
                 number: _answer(source, asked[number], *ids) for number, ids in zip(batch, produced, strict=True)
             }
@@ -136,10 +136,10 @@ def ask(
     total, loops = counted(len(answers), "answer"), sum(answer.loops for answer in answers)
     for count, what in (
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
-        (loops, f"repeat one phrase until they are cut off after {limit} tokens, and are left out"),
+        (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
         (
             sum(answer.cut for answer in answers),
-            f"are cut off after {limit} tokens (128 were enough in a measured merge)",
+            f"are cut off after {max_new_tokens} tokens (128 were enough in a measured merge)",
         ),
         (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):

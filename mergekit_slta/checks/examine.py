@@ -23,7 +23,6 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.featcal.solution import require_solvable
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
@@ -155,7 +154,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
     if isinstance(settings, SltaSettings):
         yield partial(experiment.require_levels, [settings.level])
     if isinstance(settings, FeatcalSettings):
-        yield partial(require_solvable, experiment)
+        yield partial(groups_by_layer, experiment.decoder)  # which refuses layers that cannot be run one at a time
     if not merging:
         return
     yield partial(models.complete_checkpoints, experiment.models, recipe.tokenizer_source is not None)

@@ -26,13 +26,16 @@ GENERATION = "generation_config.json"
 def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     """Refuse an expert whose vocabulary differs in size or in the token ids, unless mergekit makes them alike."""
     base, model = experiment.model(experiment.recipe.base), experiment.model(expert)
-    moved = _moved_tokens(experiment, expert)
+    moved, sizes = _moved_tokens(experiment, expert), [f"The {clause}" for clause in other_vocabularies(base, model)]
+    if sizes and isinstance(experiment.recipe.settings, FeatcalSettings):
+        raise SltaError(
+            f"{sizes[0]}: if the expert can do without its added tokens, save it with {base.vocabulary} embeddings and "
+            "the base model's tokenizer; otherwise use 'merge_method: slta', which keeps the base model's embeddings."
+        )
     if moved and experiment.recipe.settings.runs_experts:
         raise SltaError(f"{moved}, but this method gives both the same ids: choose experts with the same ids.")
     cut = experiment.options.unsafe_truncate_embeddings and model.vocabulary >= base.vocabulary
-    refused = isinstance(experiment.recipe.settings, FeatcalSettings)  # by its own check, whatever the tokenizer
-    sizes = [] if cut or refused else [f"The {clause}" for clause in other_vocabularies(base, model)]
-    if (moved or sizes) and experiment.recipe.tokenizer_source is None:
+    if (moved or (sizes and not cut)) and experiment.recipe.tokenizer_source is None:
         raise SltaError(
             f"{moved or sizes[0]}: add 'tokenizer: {{source: base}}' to the recipe, so that mergekit aligns them."
         )

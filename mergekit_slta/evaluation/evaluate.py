@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, SupportsIndex, Unpack
+from typing import Any, Unpack
 
 import click
 from mergekit.common import ModelPath, ModelReference
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import SltaError, whole_number
+from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -198,7 +198,7 @@ class Comparison(Paragraphs):
 def evaluate(
     recipe: RecipeOrFile | Experiment,
     merged: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    samples: int | SupportsIndex = 100,
+    samples: int = 100,
     **options: Unpack[Options],
 ) -> Comparison:
     """Rank merged models, the base model and the experts by their answers on each task.
@@ -235,11 +235,10 @@ def evaluate(
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experts)  # refuses the same data twice
-    count = whole_number("samples", samples)
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     recipes = [*_calibrated(folders)]
-    groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, count, recipes))}
+    groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, samples, recipes))}
     experiment.sources.clear()
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")

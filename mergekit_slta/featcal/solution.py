@@ -11,15 +11,12 @@ from safetensors import safe_open
 
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.errors import refuse
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.featcal.merge import LAYER_ERRORS, LAYER_RIDGES, FeatureMerge
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.layers.trace import on_device
-from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -68,17 +65,6 @@ def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
             if answer:
                 weights[-1][answer[0] - 1 : answer[1]] = ANSWER_WEIGHT
     return weights
-
-
-def require_solvable(experiment: Experiment) -> None:
-    """Refuse, by an SltaError, layers that cannot be run one at a time, and vocabularies of different sizes."""
-    groups_by_layer(experiment.decoder)
-    size = experiment.model(experiment.recipe.base).vocabulary
-    fix = (
-        f"if the expert can do without its added tokens, save it with {size} embeddings and the base model's "
-        "tokenizer; otherwise use 'merge_method: slta', which keeps the base model's embeddings"
-    )
-    refuse(f"The {other}: {fix}." for other in other_vocabularies(*experiment.models))
 
 
 def head_to_solve(experiment: Experiment) -> LinearMap | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import SupportsIndex, Unpack
+from typing import Unpack
 
 import click
 import torch
@@ -19,7 +19,6 @@ import torch
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
-from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -172,7 +171,7 @@ class Plan:
 def linearity(
     recipe: RecipeOrFile | Experiment,
     levels: str | Sequence[str] | None = None,
-    samples: int | SupportsIndex = 5,
+    samples: int = 5,
     pairs: bool = True,
     triples: bool = False,
     **options: Unpack[Options],
@@ -197,7 +196,7 @@ def linearity(
     names = published_names(experiment.recipe.references)[1:]
     experiment.require_levels(chosen)
     models, studies = experiment.checkpoints, plan_studies(len(names), pairs, triples)
-    drawn = experiment.load_data(experiment.recipe.experts, whole_number("samples", samples))
+    drawn = experiment.load_data(experiment.recipe.experts, samples)
     tasks = [data.token_ids for data in drawn]
     plan = Plan(
         on_device(experiment.decoder, experiment.device), models, names, tasks, chosen, studies, experiment.ranks

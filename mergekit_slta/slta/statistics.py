@@ -6,6 +6,7 @@ Both are results that users hold: they print as tables, and can be saved.
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta import files
-from mergekit_slta.errors import SltaError, number, whole_number
+from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import LEVELS, kinds_of, of_level, place_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
 from mergekit_slta.slta.statistics_file import (
@@ -135,7 +136,7 @@ class Statistics(Paragraphs):
         Raises:
             SltaError: every task has fewer samples, or ``count`` is not positive.
         """
-        most, first = int(self.task.bincount().max()), whole_number("samples", count)
+        most, first = int(self.task.bincount().max()), operator.index(count)
         if not 1 <= first <= most:
             raise SltaError(f"The statistics hold {most} prompts per task: set 'samples' to 1 to {most}, not {first}.")
         return self._rows(torch.cat([(self.task == task).nonzero().flatten()[:first] for task in self.task.unique()]))
@@ -165,8 +166,8 @@ class Statistics(Paragraphs):
                 weight.
         """
         level = level or ("attn_mlp" if "attn_mlp" in self.info.levels else self.info.levels[0])
-        balance, ridge = bool(balance), number("ridge", ridge)
-        kappa = 1.0 if keep_weight is None else number("keep_weight", keep_weight)
+        balance, ridge = bool(balance), float(ridge)
+        kappa = 1.0 if keep_weight is None else float(keep_weight)
         for name, value in {"ridge": ridge, "keep_weight": kappa}.items():
             if not 0 <= value < math.inf:
                 raise SltaError(f"'{name}' is {value}: give a number of at least zero.")
@@ -183,7 +184,7 @@ class Statistics(Paragraphs):
         return Solution(used, level, solved, **arguments)
 
     def _task_weights(self, given: Mapping[str, float | SupportsFloat]) -> tuple[float, ...]:
-        named = {self._name(name): number(f"task weight of {name}", weight) for name, weight in given.items()}
+        named = {self._name(name): float(weight) for name, weight in given.items()}
         for name, weight in named.items():
             if not 0 <= weight < math.inf:
                 raise SltaError(f"The task weight of {name} is {weight:g}: give a number of at least zero.")
@@ -318,9 +319,9 @@ class Solution(Paragraphs):
         The same solution then has ``draws`` and ``alpha_std``, and its table the standard errors beside the weights.
 
         Raises:
-            SltaError: there are fewer than two draws, or an argument is no whole number.
+            SltaError: there are fewer than two draws.
         """
-        count, start = whole_number("repeats", repeats), whole_number("seed", seed)
+        count, start = operator.index(repeats), operator.index(seed)
         if count < 2:
             raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
         grams, task = self.statistics.grams, self.statistics.task
@@ -333,7 +334,7 @@ class Solution(Paragraphs):
         Raises:
             SltaError: ``bootstrap`` was not called, or ``share`` is not between 0 and 1.
         """
-        inside = number("share", share)
+        inside = float(share)
         if self.draws is None:
             raise SltaError("There are no bootstrap draws yet: call bootstrap before intervals.")
         if not 0 < inside < 1:

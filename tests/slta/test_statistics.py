@@ -119,14 +119,11 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda it: it.solve("linear"), "no level 'linear', only layer, attn_mlp"),
     (lambda it: it.solve(ridge=-1.0), "'ridge' is -1.0"),
     (lambda it: it.solve(samples=0), "hold 4 prompts per task"),
-    (lambda it: it.solve(ridge="auto"), "'ridge' is 'auto': give a number."),
-    (lambda it: it.solve(samples=1.5), "'samples' is 1.5: give a whole number."),
     (lambda it: it.solve(task_weights={"org/maths": 1}), "no expert 'org/maths', only org/math, org/code"),
     (
         lambda it: it.solve(task_weights={"org/code": -3}),
         "task weight of org/code is -3: give a number",
     ),
-    (lambda it: it.solve(task_weights={"code": "abc"}), "'task weight of code' is 'abc': give a number."),
     (lambda it: it.solve(task_weights=dict.fromkeys(MODELS, 0)), "at least one task must count"),
     (lambda it: it.solve().bootstrap(1), "at least two"),
     (
