@@ -35,8 +35,8 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import (
     Streams,
     Tasks,
-    decoder_batches,
     fitting_batch,
+    make_batches,
     takes_little,
 )
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
@@ -170,7 +170,7 @@ def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Parti
     if partial is not None:
         finished = partial.finished(len(decoder))
         ranks.require_equal(len(finished), partial.folder)
-    batches = decoder_batches(decoder, method.tasks, positions, ranks)
+    batches = make_batches(method.tasks, positions, decoder)[ranks.index :: ranks.count]
     total = method.steps * sum(len(batch.rows) for batch in batches)
     with (
         progress_bar(doing, method.models, total, quiet) as tell,

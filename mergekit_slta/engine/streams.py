@@ -14,7 +14,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.layers.calls import embed, made_up_edges
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, State
 from mergekit_slta.layers.maps import routed_tensors
@@ -63,31 +62,26 @@ class Batch:
         return flat[(torch.arange(int(max(lengths))) < lengths[:, None]).flatten().to(flat.device)]
 
 
-def make_batches(tasks: Tasks, batch_tokens: int, unpadded: Collection[int] = ()) -> list[Batch]:
+def make_batches(tasks: Tasks, batch_tokens: int, decoder: Decoder | None = None) -> list[Batch]:
     """Group samples into batches of at most ``batch_tokens`` positions, padding included, longest first.
 
     A batch never mixes tasks, so that the batches of a task do not depend on the others. A longer sample runs alone.
-    Those of the tasks ``unpadded`` hold samples of one length only.
+    They hold samples of one length only where padding would change a sample's features in the ``decoder``, if any.
     """
     batches = []
     offset = 0
     for task, samples in enumerate(tasks):
         order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
+        padded = decoder is None or not padding_matters(decoder, [*map(len, samples)])
         while order:
             count = max(1, batch_tokens // len(samples[order[0]]))
-            taken = [i for i in order[:count] if task not in unpadded or len(samples[i]) == len(samples[order[0]])]
+            taken = [i for i in order[:count] if padded or len(samples[i]) == len(samples[order[0]])]
             order = order[len(taken) :]
             token_ids = pad_sequence([torch.tensor(samples[index]) for index in taken], batch_first=True)
             lengths = tuple(len(samples[index]) for index in taken)
             batches.append(Batch(task, tuple(offset + index for index in taken), token_ids, lengths))
         offset += len(samples)
     return batches
-
-
-def decoder_batches(decoder: Decoder, tasks: Tasks, batch_tokens: int, ranks: Ranks) -> list[Batch]:
-    """One process's share of all batches, without padding in tasks where it would change a sample's features."""
-    unpadded = {task for task, samples in enumerate(tasks) if padding_matters(decoder, [*map(len, samples)])}
-    return make_batches(tasks, batch_tokens, unpadded)[ranks.index :: ranks.count]
 
 
 def fitting_batch(decoder: Decoder) -> int:

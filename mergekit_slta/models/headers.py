@@ -98,10 +98,16 @@ class Model:
         """A size by the configuration of the language model, or of the only one."""
         return getattr(self.config.get_text_config(), name, None)
 
+    @cached_property
+    def _layouts(self) -> dict[ModelReference, Layout]:
+        return {}
+
     def layout(self, base: Model) -> Layout:
         """How its checkpoint stores the tensors of the base model."""
-        shapes = {name: header.shape for name, header in self.tensors.items()}
-        return Layout(base.built, self.tensors, shapes)
+        if base.reference not in self._layouts:  # with a mixture's experts one by one, it takes seconds
+            shapes = {name: header.shape for name, header in self.tensors.items()}
+            self._layouts[base.reference] = Layout(base.built, self.tensors, shapes)
+        return self._layouts[base.reference]
 
     def tensor(self, name: str) -> TensorHeader | None:
         """A tensor by its name, with or without the base model's prefix."""

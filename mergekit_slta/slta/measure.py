@@ -97,18 +97,19 @@ def statistics_of(
         return statistics
     require_calibration(recipe)
     data, names = experiment.load_data(recipe.tasks), published_names(recipe.references)
-    beside = Partial(file.with_name(f"{file.name}.partial")) if file is not None and partial is None else None
-    with beside.held(ranks) if beside is not None else contextlib.nullcontext():
-        layers = partial or beside
-        if layers is not None:
+    own = file is not None and partial is None
+    if file is not None and partial is None:
+        partial = Partial(file.with_name(f"{file.name}.partial"))
+    with partial.held(ranks) if own and partial else contextlib.nullcontext():
+        if partial is not None:
             identity = experiment.identity(data, levels=levels)
-            layers.begin(identity, ranks, replace=partial is not None, quiet=experiment.quiet)
-        statistics = _measured(experiment, names, data, levels, layers)
+            partial.begin(identity, ranks, replace=not own, quiet=experiment.quiet)
+        statistics = _measured(experiment, names, data, levels, partial)
         if file is not None and ranks.first:
             statistics.save(file)
         ranks.wait()
-        if beside is not None and ranks.first:
-            beside.remove()
+        if own and partial and ranks.first:
+            partial.remove()
     return statistics
 
 

@@ -13,8 +13,7 @@ from support.merging import same_tensors
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.engine import streams as module
-from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams, decoder_batches, read_edges, waiting_bytes
+from mergekit_slta.engine.streams import Streams, make_batches, read_edges, waiting_bytes
 from mergekit_slta.featcal.merge import waiting
 from mergekit_slta.layers.calls import embed
 from mergekit_slta.layers.decoder import LayerCall
@@ -37,7 +36,7 @@ def test_the_masks_of_all_batches_and_streams_take_the_memory_of_the_longest(
     family = make_family(architecture, experts=1)
     decoder, models = trace(family.config), families.checkpoints(family.folders)
     tasks = [[[3] * length for length in LENGTHS]] * 2
-    batches = decoder_batches(decoder, tasks, 1, Ranks())
+    batches = make_batches(tasks, 1, decoder)
     streams = Streams(decoder, [[model] * 2 for model in models], batches)
     memory: dict[int, int] = {}
     for stream, model in enumerate(models):
@@ -57,7 +56,7 @@ def test_the_masks_of_all_batches_and_streams_take_the_memory_of_the_longest(
 def test_rotary_embeddings_of_a_prompt_as_long_as_a_head_is_wide_are_no_mask(make_family: MakeFamily) -> None:
     family = make_family("gemma2", experts=1)
     decoder, base = trace(family.config), families.checkpoints(family.folders)[0]
-    batches = decoder_batches(decoder, [[[3] * family.config.head_dim], [[3] * 11]], 1, Ranks())
+    batches = make_batches([[[3] * family.config.head_dim], [[3] * 11]], 1, decoder)
     streams = Streams(decoder, [[base, base]], batches)
     for number, batch in enumerate(batches):
         expected = embed(decoder, batch.token_ids, read_edges(decoder, base, decoder.embed_tensors))[1][0]
@@ -82,7 +81,7 @@ def test_a_merge_is_the_same_to_the_last_bit_where_layers_run_again(
     monkeypatch.setattr(Streams, "run_layer", watched)
     families.feature_merge(family, tmp_path / "waiting", batch_tokens=40)
     decoder = trace(family.config)
-    batches = decoder_batches(decoder, family.token_ids(), 40, Ranks())
+    batches = make_batches(family.token_ids(), 40, decoder)
     positions, routed = sum(batch.token_ids.numel() for batch in batches), architecture in ("mixtral", "llama4")
     counted = waiting(decoder, positions, longest=0) - waiting_bytes(positions, 32, 4 if routed else 2)
     # A batch that only one of its streams has left behind holds more than is counted of each.
