@@ -2,32 +2,41 @@
 
     python tests/benchmarks/architectures.py
     python tests/benchmarks/architectures.py --only gemma2 --seed 0
+    python tests/benchmarks/architectures.py --routers
 
 Trains a base model and three experts of each architecture and seed, and writes the average exact match of each merge on
 held-out prompts to results/architectures.json, after every family. Task arithmetic has the best weight of the
 quickstart's grid, picked on the held-out prompts themselves. ``trained`` begins with the experts' mean and trains all
 of its parameters on as many prompts of the same files, and their answers, for ``STEPS`` steps over all of them, by the
 best of ``RATES``, picked on the held-out prompts, too. It proves nothing of large models or of other tasks.
+
+With ``--routers``, results/routers.json has of featcal's merges of mixtures the accuracy, the share of held-out tokens
+whose likeliest routed expert is the one that the task's expert chooses, the share of those with the same choice of all
+routed experts (means over layers and tasks), and the number of the routed experts' matrices that too few tokens reach
+to be solved: a row for each draw of prompts.
 """
 
 import json
+import logging
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import product
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet
-from family import IGNORED, Family, evaluate, train_family
+from common import CACHE, be_quiet, load
+from family import END, IGNORED, TASKS, Family, evaluate, held_out_prompts, train_family, write_calibration
 from quality import score, task_arithmetic
-from quickstart import average, recipes
+from quickstart import average, merge, recipes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SAMPLES = (3, 30)
 STEPS, RATES = 100, (1e-4, 3e-4, 1e-3)
-RESULTS = Path(__file__).with_name("results") / "architectures.json"
+RESULTS = Path(__file__).with_name("results")
 _HEADS: dict[str, Any] = {"head_dim": 32}
 _ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 128}
 # Entries of the models' configurations that differ from the quickstart's.
@@ -43,28 +52,34 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {**_ROUTED, "num_local_experts": 4},
     "gpt_oss": {**_ROUTED, **_HEADS, "num_local_experts": 4},
 }
+MIXTURES = {name: each for name, each in ARCHITECTURES.items() if "num_experts_per_tok" in each}
+DRAWS = range(4)
 
 
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice([*ARCHITECTURES]), default=[*ARCHITECTURES])
+@click.option("--only", multiple=True, type=click.Choice([*ARCHITECTURES]), help="[default: all]")
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1], show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "architectures")
-def main(only: tuple[str, ...], seeds: tuple[int, ...], out: Path) -> None:
+@click.option("--routers", is_flag=True, help="Measure how featcal's merges of mixtures choose routed experts.")
+def main(only: tuple[str, ...], seeds: tuple[int, ...], out: Path, routers: bool) -> None:
     """Merge and train a family of each architecture; families that an earlier run has finished stay."""
     be_quiet(threads=1)
     versions = {name: version(name) for name in ("mergekit", "torch", "transformers")}
-    rows: dict[str, Any] = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else {}
-    for seed, name in product(seeds, only):
-        if f"{name} {seed}" not in rows:
-            rows[f"{name} {seed}"] = scores(name, seed, out / f"{name}-{seed}")
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    results = RESULTS / ("routers.json" if routers else "architectures.json")
+    known: dict[str, dict[str, Any]] = MIXTURES if routers else ARCHITECTURES
+    rows: dict[str, Any] = json.loads(results.read_text())["rows"] if results.exists() else {}
+    for seed, name, draw in product(seeds, only or known, DRAWS if routers else [0]):
+        if (key := f"{name} {seed} {draw}" if routers else f"{name} {seed}") not in rows:
+            folder = out / f"{name}-{seed}"
+            family = train_family(folder / "family", seed, config={"model_type": name, **known[name]})
+            rows[key] = routing(family, draw, folder) if routers else scores(family, seed, folder)
+            results.parent.mkdir(exist_ok=True)
+            results.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
     click.echo(table(rows))
 
 
-def scores(name: str, seed: int, folder: Path) -> dict[str, float]:
+def scores(family: Family, seed: int, folder: Path) -> dict[str, float]:
     """The averages of one family, by merge."""
-    family = train_family(folder / "family", seed, config={"model_type": name, **ARCHITECTURES[name]})
     known = recipes(family, folder, ())
     row = {
         "each expert": mean(evaluate(path)[task] for task, path in family.experts.items()),
@@ -103,6 +118,37 @@ def trained(family: Family, count: int, rate: float, folder: Path) -> float:
     for written in (model, tokenizer):
         written.save_pretrained(folder)
     return average(evaluate(folder))
+
+
+def routing(family: Family, draw: int, folder: Path) -> dict[str, float]:
+    """Of featcal's merges with a draw of prompts: how exact they are, and how they choose routed experts."""
+    family = replace(family, calibration={task: folder / "draws" / f"{task}.jsonl" for task in TASKS})
+    for task, path in family.calibration.items():
+        write_calibration(path, task, draw)
+    recipe, row = recipes(family, folder, ())["featcal"], dict[str, float]()
+    for count in SAMPLES:
+        recipe["parameters"]["samples"] = count
+        logging.getLogger("mergekit_slta").addHandler(said := BufferingHandler(10**6))
+        merged = merge(folder, f"featcal {count}", recipe, 0)
+        pairs = [(choices(merged, task), choices(path, task)) for task, path in family.experts.items()]
+        row |= {
+            f"accuracy {count}": average(evaluate(merged)),
+            f"first {count}": mean(float((one == two)[..., 0].double().mean()) for one, two in pairs),
+            f"all {count}": mean(float((one.sort()[0] == two.sort()[0]).all(-1).double().mean()) for one, two in pairs),
+            f"few {count}": sum(record.getMessage().count(" tokens)") for record in said.buffer),
+        }
+    return {column: round(value, 4) for column, value in row.items()}
+
+
+@torch.inference_mode()
+def choices(path: Path, task: str) -> torch.Tensor:
+    """The routed experts [layers, n, k] of the tokens of a task's held-out prompts and answers, the likeliest first."""
+    model, tokenizer = load(path, "cpu"), AutoTokenizer.from_pretrained(path)
+    texts = [f"{prompt}={TASKS[task].answer(prompt)}{END}" for prompt in held_out_prompts(task, 300)]
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    logits = model(**batch, output_router_logits=True).router_logits
+    chosen = torch.stack([of_layer.topk(model.config.num_experts_per_tok).indices for of_layer in logits])
+    return chosen[:, batch["attention_mask"].flatten() == 1]
 
 
 def table(rows: dict[str, dict[str, float]]) -> str:
