@@ -95,18 +95,14 @@ def covariance(matrix: torch.Tensor) -> torch.Tensor:
 
 def _scaled(matrix: torch.Tensor) -> torch.Tensor:
     """A task matrix, times a power of two where squares of its numbers would be too small or too large for the type."""
-    exact = matrix.to(_precision(matrix))
+    exact = matrix.to(torch.promote_types(matrix.dtype, PRECISION))
     exponent = max(-100, min(math.frexp(float(exact.abs().amax()))[1], 100))
     return exact if abs(exponent) < 30 else exact * 2.0**-exponent
 
 
 def weighted_mean(vectors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """The mean of the experts' task vectors, by how much each expert counts; zero if none does."""
-    total = torch.zeros_like(vectors[0], dtype=_precision(vectors[0]))
+    total = torch.zeros_like(vectors[0], dtype=torch.promote_types(vectors[0].dtype, PRECISION))
     for vector, weight in zip(vectors, weights, strict=True):
         total.add_(vector, alpha=weight / (sum(weights) or 1.0))
     return total
-
-
-def _precision(vector: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(vector.dtype, PRECISION)

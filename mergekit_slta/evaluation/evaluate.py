@@ -28,7 +28,6 @@ from mergekit_slta.words import as_score, enumerated
 
 SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
-NEAR_THE_EXPERT = 0.9  # of its gain in likelihood; below, the tables say what to change
 BASE = "base model"  # its name in tables, and that of its own task
 Z = 1.96  # standard errors of a 95 % interval
 MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
@@ -180,13 +179,6 @@ class Comparison(Paragraphs):
                 f"On their own tasks these experts give under half of the short answers: {', '.join(weak)}. Their "
                 "prompts may have another format than in training: write that format in a `template`, such as "
                 "'{prompt}{completion}' where nothing stands between the two."
-            )
-        own = {own_model(name) for name in experts} | {BASE}
-        gains = [score.gain_kept for task in tasks.values() for name, score in task.scores.items() if name not in own]
-        if any(gain is not None and gain < NEAR_THE_EXPERT for gain in gains):
-            yield (
-                "Below its experts, a merge by featcal gains most from more prompts (`samples`); the page on "
-                "troubleshooting has what else to change, in order, and what it costs."
             )
         if any(task.answers < task.prompts for task in self.tasks.values()):
             yield (

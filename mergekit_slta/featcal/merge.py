@@ -77,8 +77,7 @@ NORM_HOLD = 0.01
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**26
-# In a layer's file beside its tensors: its relative errors by task [T], and the ridges [n] of what was solved in it.
-LAYER_ERRORS, LAYER_RIDGES = "error.features", "error.ridges"
+LAYER_ERRORS = "error.features"  # in a layer's file beside its tensors: its relative errors by task [T]
 
 Owner = TypeVar("Owner")
 
@@ -182,7 +181,6 @@ class FeatureMerge(LayerMethod[Tensors]):
         return {
             **{names[key]: tensor for key, tensor in {**merging.merged, **merging.stacks}.items()},
             LAYER_ERRORS: errors,
-            LAYER_RIDGES: torch.tensor(merging.ridges, dtype=torch.float64),
         }
 
     def places_and_weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +265,6 @@ class _Layer:
         self.stacks = {key: in_a_file(stack, merge.partial.folder) for key, stack in stacks.items()}
         # The layer's tensors; the anchor's where nothing is solved yet, or ever.
         self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
-        self.ridges: list[float] = []  # that groups were solved with
         self.unsolved: list[str] = []  # maps that stay the anchor's, and why
         groups = self.maps.groups
         # By the module at which a group begins, that of the group after it.
@@ -354,7 +351,6 @@ class _Layer:
         if change.ridge is None:
             self.unsolved.append(f"{names} (their inputs are not finite)")
             return
-        self.ridges.append(change.ridge)
         end = 0
         for linear_map in maps:
             rows = slice(end, end + len(linear_map.matrix(self.base)))

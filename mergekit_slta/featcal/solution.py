@@ -12,7 +12,7 @@ from safetensors import safe_open
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.merge import LAYER_ERRORS, LAYER_RIDGES, FeatureMerge
+from mergekit_slta.featcal.merge import LAYER_ERRORS, FeatureMerge
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
@@ -124,14 +124,13 @@ class SolvedModel:
         piece = self.layout.pieces.get(stored)
         return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
-    def measured(self) -> tuple[torch.Tensor, list[list[float]]]:
-        """The errors [layers, tasks] of the merged model's layer outputs, and each layer's ridges.
+    def errors(self) -> torch.Tensor:
+        """The errors [layers, tasks] of the merged model's layer outputs.
 
         An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
         """
-        errors, ridges = [], []
+        errors = []
         for layer in range(len(self.decoder)):
             with safe_open(self._partial.file(layer), "pt") as tensors:
                 errors.append(tensors.get_tensor(LAYER_ERRORS))
-                ridges.append(tensors.get_tensor(LAYER_RIDGES).tolist())
-        return torch.stack(errors), ridges
+        return torch.stack(errors)

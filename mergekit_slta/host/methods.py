@@ -178,7 +178,7 @@ class FeatcalMerge(Merge):
         """Solve the merged model's tensors into the folder of finished layers."""
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings, partial)
-        errors, ridges = solved.measured()
+        errors = solved.errors()
         tasks = [(published_name(task.reference), task.samples) for task in experiment.recipe.tasks]
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
@@ -189,7 +189,7 @@ class FeatcalMerge(Merge):
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
-            page = drift_page(errors, ridges, tasks, settings)
+            page = drift_page(errors, tasks, settings)
             self.page = page.write(Path(settings.report).expanduser(), "report.html")
         self._solved, self._keep_weight = solved, experiment.recipe.keep_weight
 

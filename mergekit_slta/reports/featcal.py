@@ -5,17 +5,16 @@ Shapes: ``L`` layers, ``T`` tasks, each named after its model: an expert, or the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, short_names
-from mergekit_slta.words import as_score, counted, enumerated, plain_number
+from mergekit_slta.words import as_score, counted, enumerated
 
 ERRORS_MEANING = (
     "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
@@ -26,10 +25,8 @@ ERRORS_MEANING = (
 )
 
 
-def drift_page(
-    errors: torch.Tensor, ridges: Sequence[Sequence[float]], tasks: Sequence[tuple[str, int]], settings: FeatcalSettings
-) -> Page:
-    """The report on a feature merge, from its errors [L, T] and each layer's ridges.
+def drift_page(errors: torch.Tensor, tasks: Sequence[tuple[str, int]], settings: FeatcalSettings) -> Page:
+    """The report on a feature merge, from its errors [L, T].
 
     Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
     """
@@ -39,11 +36,10 @@ def drift_page(
     layers = list(range(len(errors)))
     curves = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
     distances = "After the last layer, the merge's features are at a relative distance of"
-    chosen = settings.ridge == "auto"
-    ridge = "a ridge chosen on held-out prompts" if chosen else f"ridge {plain_number(float(settings.ridge))}"
+    ridge = f"ridge {settings.ridge}" if settings.ridge != "auto" else "a ridge chosen on held-out prompts"
     return Page(
         title=f"How far the merge is from {enumerated(names)}",
-        verdict=[f"{distances} {enumerated(last)}.", ERRORS_MEANING, *(_largest(ridges) if chosen else ())],
+        verdict=[f"{distances} {enumerated(last)}.", ERRORS_MEANING],
         facts={
             "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in tasks),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
@@ -60,14 +56,3 @@ def drift_page(
             )
         ],
     )
-
-
-def _largest(ridges: Sequence[Sequence[float]]) -> Iterator[str]:
-    """A sentence where most of what was solved took the largest ridge of the search."""
-    every = [ridge for of_layer in ridges for ridge in of_layer]
-    largest = every.count(max(RIDGES))
-    if 2 * largest > len(every):
-        yield (
-            f"Of {len(every)} ridges, {largest} are the largest of the search, {plain_number(max(RIDGES))}, which stays"
-            " nearest to the merge without prompts. More prompts may help; otherwise the tasks do not fit together."
-        )

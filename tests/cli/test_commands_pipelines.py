@@ -172,13 +172,12 @@ def test_every_result_has_one_frame_as_json(family: Family, write_recipe: WriteR
 def test_evaluate_fails_where_a_task_is_not_scored(
     llama: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for kept, unscored in [(0.8, ()), (None, ("code",))]:
-        gains = {"base model": 0.0, "expert math": 0.1, "out": kept}
-        scores = {name: TaskScore(None, None, None, 0, 0, None, 0.0, gain, 1.0) for name, gain in gains.items()}
+    for unscored in [(), ("code",)]:
+        names = ("base model", "expert math", "out")
+        scores = dict.fromkeys(names, TaskScore(None, None, None, 0, 0, None, 0.0, None, 1.0))
         comparison = Comparison({"math": TaskComparison("math", 9, 9, 0, 0, 9, scores, {})}, unscored)
         monkeypatch.setattr("mergekit_slta.evaluation.evaluate.evaluate", lambda *arguments, it=comparison: it)
-        said = run("evaluate", write_recipe(llama), tmp_path, code=len(unscored))
-        assert ("gains most from more prompts" in said.stdout) == (kept == 0.8)
+        run("evaluate", write_recipe(llama), tmp_path, code=len(unscored))
 
 
 def test_without_a_terminal_a_merge_prints_no_bars(

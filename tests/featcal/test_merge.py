@@ -149,10 +149,9 @@ def test_the_order_of_the_prompts_chooses_no_ridge(make_family: MakeFamily, tmp_
     family = make_family("mixtral", records=7)
     tasks, found = family.token_ids(), []
     for name, ordered in {"drawn": tasks, "another": [[*samples[2:], *samples[:2]][::-1] for samples in tasks]}.items():
-        ridges = families.feature_merge(family, tmp_path / name, tasks=ordered, ridge=None).measured()[1]
-        found.append((ridges, families.solved_tensors(tmp_path / name)))
-    assert found[0][0] == found[1][0] and len({ridge for layer in found[0][0] for ridge in layer}) > 1
-    assert worst(found[0][1], found[1][1]) < TOLERANCE
+        families.feature_merge(family, tmp_path / name, tasks=ordered, ridge=None)
+        found.append(families.solved_tensors(tmp_path / name))
+    assert worst(*found) < TOLERANCE
 
 
 def test_a_sample_of_weight_two_is_two_samples(make_family: MakeFamily, tmp_path: Path) -> None:
@@ -245,12 +244,11 @@ def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFa
         tensors["model.embed_tokens.weight"][families.BOS] = 0
 
     edit_tensors(family.experts[0], forget_first_token)
-    errors, ridges = families.feature_merge(family, tmp_path, batch_tokens=70).measured()
+    errors = families.feature_merge(family, tmp_path, batch_tokens=70).errors()
     state = families.actmat_state(family) | families.solved_tensors(tmp_path)
     models, tasks = family.models(), family.token_ids()
     expected = errors_by_hand(models, state, tasks)
     assert torch.allclose(errors, expected, rtol=0, atol=state_rounding(1.0))  # relative to the features
-    assert all(own and set(own) == {0.1} for own in ridges) and len(ridges) == LAYERS
 
 
 def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(make_family: MakeFamily) -> None:
