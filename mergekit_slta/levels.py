@@ -91,32 +91,19 @@ def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
     return kinds
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a decoder layer, of all levels; ``at`` says which of them are its submodules at a level."""
+def parts_at(level: str, branches: Sequence[str], heads: Sequence[str], maps: Sequence[str]) -> Sequence[str]:
+    """Of a layer's parts, its submodules at a level, or where there are none those of the next coarser level.
 
-    branches: Sequence[str] = ()  # ``attn`` and ``mlp``, or the one that there is; none where they cannot be told apart
-    heads: Sequence[str] = ()
-    maps: Sequence[str] = ()
-
-    @staticmethod
-    def of(names: Iterable[str]) -> Parts:
-        """Tell the submodules of one layer apart by their names; the layer itself is none of its parts."""
-        parts = [_parsed(name)[1] for name in names]
-        branches = [branch for branch in BRANCHES if branch in parts]
-        heads = [part for part in parts if re.fullmatch(r"head\.\d+", part)]
-        return Parts(branches, heads, [part for part in parts if part and part not in (*branches, *heads)])
-
-    def at(self, level: str) -> Sequence[str]:
-        """The submodules at a level, or where there are none those of the next coarser level; "" is the whole layer."""
-        finest: Sequence[str] = ()
-        if level == "linear":
-            finest = self.maps
-        elif level == "head_mlp" and self.heads:
-            finest = [*self.heads, *(branch for branch in self.branches if branch != "attn")]
-        elif level in ("attn_mlp", "head_mlp"):
-            finest = self.branches
-        return finest or [""]
+    "" is the whole layer.
+    """
+    finest: Sequence[str] = ()
+    if level == "linear":
+        finest = maps
+    elif level == "head_mlp" and heads:
+        finest = [*heads, *(branch for branch in branches if branch != "attn")]
+    elif level in ("attn_mlp", "head_mlp"):
+        finest = branches
+    return finest or [""]
 
 
 def of_level(names: Collection[str], level: str) -> list[str]:
@@ -125,10 +112,15 @@ def of_level(names: Collection[str], level: str) -> list[str]:
         return ["model"] if "model" in names else []
     layers: dict[int, list[str]] = {}
     for name in names:
-        layer, _ = _parsed(name)
+        layer, part = _parsed(name)
         if layer is not None:
-            layers.setdefault(layer, []).append(name)
-    at_level = (submodule_name(layer, part) for layer, inside in layers.items() for part in Parts.of(inside).at(level))
+            layers.setdefault(layer, []).append(part)
+    at_level = list[str]()
+    for layer, parts in layers.items():
+        branches = [branch for branch in BRANCHES if branch in parts]
+        heads = [part for part in parts if re.fullmatch(r"head\.\d+", part)]
+        maps = [part for part in parts if part and part not in (*branches, *heads)]
+        at_level += [submodule_name(layer, part) for part in parts_at(level, branches, heads, maps)]
     return sorted((name for name in at_level if name in names), key=sort_key)
 
 

@@ -29,7 +29,7 @@ import click
 import torch
 from tqdm import tqdm
 
-from mergekit_slta.engine.memory import layer_bytes, return_freed_memory, states_bytes
+from mergekit_slta.engine.memory import return_freed_memory
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import (
@@ -43,7 +43,6 @@ from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.checkpoint import Checkpoint, Source, Tensors
-from mergekit_slta.tables import as_size
 
 LOG = logging.getLogger(__name__)
 
@@ -152,14 +151,13 @@ def pass_layers(
 
 def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
     """What memory must hold at once, and what makes it less."""
-    decoder, models, streams = method.decoder, len(method.models), len(method.sources())
-    layers, states = layer_bytes(decoder, models), states_bytes(decoder, method.tasks, streams)
+    device = method.decoder.device
     fixes = ["use fewer prompts ('samples') or shorter ones ('max_tokens')"]
     fixes += ["start fewer processes"] if method.ranks.count > 1 else []
-    fixes += ["compute without a GPU"] if decoder.device.type != "cpu" else []
+    fixes += ["compute without a GPU"] if device.type != "cpu" else []
     return MachineError(
-        f"The memory of {decoder.device} does not hold a layer of {models} models ({as_size(layers)}), the hidden "
-        f"states of all prompts ({as_size(states)}) and a batch of {positions} token positions: {', or '.join(fixes)}."
+        f"The memory of {device} does not hold a layer of {len(method.models)} models, the hidden states of all "
+        f"prompts and a batch of {positions} token positions: {', or '.join(fixes)}."
     )
 
 

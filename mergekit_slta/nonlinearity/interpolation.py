@@ -15,10 +15,9 @@ import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.streams import Streams, read_edges
-from mergekit_slta.levels import Parts
 from mergekit_slta.models.checkpoint import Blend, Source, Tensors, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
-from mergekit_slta.slta.submodules import submodules
+from mergekit_slta.slta.submodules import layer_parts, submodules
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
 BETWEEN = "a model between the base model and the experts"
@@ -48,7 +47,7 @@ class Interpolation(LayerMethod[Grams]):
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
-        no_runs = {"linear"} if Parts.of(submodules(self.decoder, "linear", layer)).maps else set[str]()
+        no_runs = {"linear"} if layer_parts(self.decoder, "linear", layer) != [""] else set[str]()
         features, maps = (
             LayerFeatures(self.decoder, layer, tensors, [level for level in self.levels if level in chosen])
             for chosen in ({*self.levels} - no_runs, no_runs)

@@ -31,8 +31,6 @@ CARD = "README.md"
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
 HEADING = "## How this model was made"
 SCORES = "## Scores on held-out prompts"
-# What each method does; read here, so that a method without a sentence fails when this module is imported.
-_IN_WORDS = {method: settings.in_words for method, settings in SETTINGS.items()}
 SHOWN = 12  # characters of a commit
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -78,10 +76,10 @@ def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -
 
 
 def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
-    spec = merge_methods.get(made.method).spec
+    spec, in_words = merge_methods.get(made.method).spec, SETTINGS[made.method].in_words
     paragraphs = [
         HEADING,
-        f"Merged with [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {_IN_WORDS[spec.name]}",
+        f"Merged with [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {in_words}",
         _model_table(recipe, made, solution),
     ]
     if solution is not None:

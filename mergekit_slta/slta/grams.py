@@ -18,9 +18,9 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
-from mergekit_slta.levels import BRANCHES, Parts, head_part, submodule_name
+from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.models.checkpoint import Tensors
-from mergekit_slta.slta.submodules import submodules
+from mergekit_slta.slta.submodules import layer_parts
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
@@ -112,9 +112,8 @@ class LayerFeatures:
         self.decoder = decoder
         self.layer = layer
         self.tensors = tensors
-        names = {name for level in levels for name in submodules(decoder, level, layer)}
-        parts = Parts.of(names)
-        self.whole = submodule_name(layer) in names
+        parts = {part for level in levels for part in layer_parts(decoder, level, layer)}
+        self.whole = "" in parts
         self.structure = decoder.structures[layer]
         of_layer = [name for name in tensors[0] if "." not in name]  # such as a constant that all is multiplied by
         if any(not torch.equal(expert[name], tensors[0][name]) for name in of_layer for expert in tensors[1:]):
@@ -123,10 +122,10 @@ class LayerFeatures:
         self.heads = heads if isinstance(heads, Heads) else None
         self.head_modules = {self.heads.output.module} if self.heads else set[str]()  # whose inputs tell heads apart
         split = [branch for branch in BRANCHES if branch in self.structure.branches]
-        self.branches = parts.branches
-        self.branches_to_run = [b for b in split if b in self.branches or (b == "attn" and self.heads is not None)]
+        self.branches = [branch for branch in split if branch in parts]
+        self.branches_to_run = [b for b in split if b in parts or (b == "attn" and self.heads is not None)]
         self.maps: dict[LinearMap, MapDeltas | None] = {}
-        for linear_map in linear_maps(decoder.layers[layer]) if parts.maps else ():
+        for linear_map in (m for m in linear_maps(decoder.layers[layer]) if m.name in parts):
             routed = linear_map.mixture_expert is not None  # there may be too many of these to have at once
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, tensors)
 

@@ -57,15 +57,15 @@ def plain_recipe(
     info: Info,
     level: str,
     submodules: Mapping[str, SubmoduleSolution],
-    origin: Sequence[str],
+    origin: str,
     paths: Mapping[str, str],
     tokenizer_source: str,
     trust_remote_code: bool,
 ) -> str:
     """The YAML of a mergekit recipe that reproduces ``merge_method: slta`` without this package.
 
-    ``origin`` are sentences for its header on where the weights come from; ``paths`` are what is written for each
-    model, by its name in ``info``. See ``Solution.save_recipe``.
+    ``origin`` says in its header where the weights come from; ``paths`` are what is written for each model, by its name
+    in ``info``. See ``Solution.save_recipe``.
     """
     if level == "head_mlp":
         raise SltaError(
@@ -99,7 +99,9 @@ def plain_recipe(
     if lost:
         LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
-    return _header(origin, lost) + body
+    written = f"Written by mergekit-slta {__version__}. mergekit runs this recipe without that plugin and prompts."
+    # A name from somebody else's statistics must not end the comment.
+    return "".join(f"# {' '.join(line.split())}\n" for line in (written, origin, lost) if line) + body
 
 
 def _left_out(path: str, trust_remote_code: bool) -> str:
@@ -231,14 +233,3 @@ def _known(path: str) -> bool:
     """Whether a path may name a model: it is here, or has the form of a repository on the Hub."""
     name = ModelReference.parse(path).model.path
     return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None
-
-
-def _header(origin: Sequence[str], lost: str) -> str:
-    lines = [
-        f"Written by mergekit-slta {__version__}. mergekit runs this recipe as it is, without that plugin and prompts.",
-        "",
-        *origin,
-        *([lost] if lost else []),
-    ]
-    # A name from somebody else's statistics must not end the comment.
-    return "".join(f"# {' '.join(line.split())}".rstrip() + "\n" for line in lines)

@@ -474,18 +474,15 @@ class Solution(Paragraphs):
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
         named = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
         paths = {name: files.local_name(path) for name, path in named.items()}
-        solved = self.statistics.info, self.level, self.submodules, self._origin()
+        how = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
+        if self.task_weights:
+            how += f", task weights {':'.join(map(str, self.task_weights))}"
+        origin = f"The merging weights were solved in closed form (arXiv 2504.10902): {how}. {self.verdict()}"
+        solved = self.statistics.info, self.level, self.submodules, origin
         text = plain_recipe(*solved, paths, paths.get(tokenizer_source, tokenizer_source), trust_remote_code)
         file = Path(path).expanduser()
         files.write(file, text.encode())
         return file
-
-    def _origin(self) -> list[str]:
-        """Where the weights of a plain recipe come from, for its header."""
-        solved = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
-        if self.task_weights:
-            solved += f", task weights {':'.join(map(str, self.task_weights))}"
-        return [f"The merging weights were solved in closed form (arXiv 2504.10902): {solved}.", self.verdict()]
 
 
 def _retained_together(solved: Collection[SubmoduleSolution]) -> torch.Tensor:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.levels import BRANCHES, Fallback, Parts, head_part, submodule_name
+from mergekit_slta.levels import BRANCHES, Fallback, head_part, parts_at, submodule_name
 
 
 def submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
-    """The canonical names of a level's submodules in one layer, in the order of the forward pass; none at ``model``.
+    """The canonical names of a level's submodules in one layer, in the order of the forward pass; none at ``model``."""
+    return [submodule_name(layer, part) for part in layer_parts(decoder, level, layer)]
+
+
+def layer_parts(decoder: Decoder, level: str, layer: int) -> Sequence[str]:
+    """The parts of a layer that are its submodules at a level, as they end the names; "" is the whole layer.
 
     Where the layer's parts at a level cannot be told apart, they are those of the next coarser level, as ``fallbacks``
     says.
@@ -16,13 +23,10 @@ def submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
     split = decoder.structures[layer]
     if level == "model":
         return []
-    maps = level == "linear" and not split.of_some_tokens
-    parts = Parts(
-        branches=[branch for branch in BRANCHES if branch in split.branches],
-        heads=list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else [],
-        maps=[linear_map.name for linear_map in linear_maps(decoder.layers[layer])] if maps else [],
-    )
-    return [submodule_name(layer, part) for part in parts.at(level)]
+    branches = [branch for branch in BRANCHES if branch in split.branches]
+    heads = list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else []
+    has_maps = level == "linear" and not split.of_some_tokens
+    return parts_at(level, branches, heads, [m.name for m in linear_maps(decoder.layers[layer])] if has_maps else [])
 
 
 def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:

@@ -11,10 +11,10 @@ import torch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.levels import Parts, head_part, submodule_name
+from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
-from mergekit_slta.slta.submodules import submodules
+from mergekit_slta.slta.submodules import layer_parts
 
 
 class TensorWeights:
@@ -43,9 +43,9 @@ class TensorWeights:
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
         for name, first in decoder.first_names.items():
             self._places[first].append(name)
-        names = [submodules(decoder, level, layer) for layer in range(len(decoder))]
-        self._parts = list(map(Parts.of, names))
-        if missing := [name for of_layer in names for name in of_layer if name not in solutions]:
+        self._parts = [layer_parts(decoder, level, layer) for layer in range(len(decoder))]
+        names = (submodule_name(layer, part) for layer, parts in enumerate(self._parts) for part in parts)
+        if missing := [name for name in names if name not in solutions]:
             raise SltaError(
                 f"The statistics lack {missing[0]}, a submodule of {decoder.name} at level {level}: they belong to "
                 "another version or another model, so measure again into another file."
@@ -88,11 +88,10 @@ class TensorWeights:
         return alpha[0] if len(alpha) == 1 else torch.stack(alpha).mean(0)
 
     def _of_layer(self, layer: int, key: str, mixture_expert: int | None) -> torch.Tensor:
-        parts = self._parts[layer]
-        if parts.maps:
-            return self._of_map(layer, key, mixture_expert)
-        if not parts.branches and not parts.heads:
+        if self._parts[layer] == [""]:
             return self._alpha(layer)
+        if self.level == "linear":
+            return self._of_map(layer, key, mixture_expert)
         alpha = [self._of_branch(layer, key, branch) for branch in self._branches(layer, key)]
         return torch.stack(alpha).mean(0)
 
@@ -112,7 +111,7 @@ class TensorWeights:
         Query rows and output columns take the weights of their own head, key and value rows the mean of the heads that
         share them, and the attention's other tensors the mean of all heads.
         """
-        if branch in self._parts[layer].branches:
+        if branch in self._parts[layer]:
             return self._alpha(layer, branch)
         heads = self.decoder.structures[layer].heads
         assert isinstance(heads, Heads)
