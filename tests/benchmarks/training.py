@@ -4,9 +4,9 @@
 
 Trains the base model, or the mean of the three experts of ``real_model.py`` (seed 0), on 3 or 30 prompts of each task:
 all parameters or an adapter of rank 16, on the prompts' answers or on the experts' own probabilities for them. The rate
-is the better of two, by the mean with 30 prompts, and the step at which training ends the best of ``ENDS``, both by the
-loss on ``OTHER`` further prompts of each task, which a merge does not need. Written to results/training-MODEL.json: the scores on held-out prompts,
-processor time, and memory. It proves nothing of larger models, more prompts, or other tasks.
+is the better of two, for the mean and 30 prompts, and training ends at the best of the steps ``ENDS``: both by the loss
+on ``OTHER`` further prompts of each task, which a merge does not need. Written to results/training-MODEL.json: scores
+on held-out prompts, processor time, and memory. It proves nothing of larger models, more prompts, or other tasks.
 """
 
 import json
