@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import torch
+from common import write_result
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,7 +59,7 @@ def train(folder: Path, task: str, seed: int, out: Path) -> str:
 def main(folder: Path, seeds: tuple[int, ...]) -> None:
     """Print the mean accuracy of each merge, and its deviation over the seeds."""
     torch.set_num_threads(1)
-    folder = folder.resolve()
+    folder, rows = folder.resolve(), {}
     for shared in (True, False):
         found: dict[str, list[float]] = {}
         for seed in seeds:
@@ -84,11 +85,14 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
                 for task in TASKS:
                     (alone,) = (own for name, own in compared.tasks[task].scores.items() if name.endswith(task))
                     found.setdefault("each adapter alone", []).append(alone.accuracy or 0.0)
-        click.echo("from one beginning" if shared else "each from its own beginning")
+        beginning = "from one beginning" if shared else "each from its own beginning"
+        click.echo(beginning)
+        rows[beginning] = found
         for label, scores in found.items():
             click.echo(
                 f"  {label}: {statistics.mean(scores):.2f} ± {statistics.stdev(scores) if len(scores) > 1 else 0:.2f}"
             )
+    write_result("adapters", rows, seeds=seeds)
 
 
 if __name__ == "__main__":

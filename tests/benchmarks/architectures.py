@@ -19,7 +19,6 @@ to be solved: a row for each draw of prompts.
 import json
 import logging
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import product
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet, load
+from common import CACHE, be_quiet, known_rows, load, write_result
 from family import END, IGNORED, TASKS, Family, evaluate, held_out_prompts, train_family, write_calibration
 from quality import score, task_arithmetic
 from quickstart import average, merge, recipes
@@ -36,7 +35,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SAMPLES = (3, 30)
 STEPS, RATES = 100, (1e-4, 3e-4, 1e-3)
-RESULTS = Path(__file__).with_name("results")
 _HEADS: dict[str, Any] = {"head_dim": 32}
 _ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "intermediate_size": 128}
 # Entries of the models' configurations that differ from the quickstart's.
@@ -64,17 +62,15 @@ DRAWS = range(4)
 def main(only: tuple[str, ...], seeds: tuple[int, ...], out: Path, routers: bool) -> None:
     """Merge and train a family of each architecture; families that an earlier run has finished stay."""
     be_quiet(threads=1)
-    versions = {name: version(name) for name in ("mergekit", "torch", "transformers")}
-    results = RESULTS / ("routers.json" if routers else "architectures.json")
+    result = "routers" if routers else "architectures"
     known: dict[str, dict[str, Any]] = MIXTURES if routers else ARCHITECTURES
-    rows: dict[str, Any] = json.loads(results.read_text())["rows"] if results.exists() else {}
+    rows = known_rows(result)
     for seed, name, draw in product(seeds, only or known, DRAWS if routers else [0]):
         if (key := f"{name} {seed} {draw}" if routers else f"{name} {seed}") not in rows:
             folder = out / f"{name}-{seed}"
             family = train_family(folder / "family", seed, config={"model_type": name, **known[name]})
             rows[key] = routing(family, draw, folder) if routers else scores(family, seed, folder)
-            results.parent.mkdir(exist_ok=True)
-            results.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+            write_result(result, rows)
     click.echo(table(rows))
 
 

@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).with_name("results")
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048
@@ -130,6 +132,19 @@ def write_samples(folder: Path, tasks: int, samples: int, tokens: int) -> list[P
         file.write_text("\n".join(" ".join(f"w{index}" for index in row) for row in rows))
         files.append(file)
     return files
+
+
+def known_rows(name: str) -> dict[str, Any]:
+    """The rows of a result that an earlier run has written."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else {}
+
+
+def write_result(name: str, rows: Mapping[str, Any], **about: Any) -> None:
+    """Write the rows of a table, with the versions that they were made with."""
+    versions = {package: version(package) for package in ("mergekit", "torch", "transformers", "peft")}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({**about, "versions": versions, "rows": rows}, indent=1) + "\n")
 
 
 def be_quiet(threads: int = 0) -> None:

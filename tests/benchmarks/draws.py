@@ -1,17 +1,16 @@
-"""Accuracy on the quickstart's family with several draws of the calibration prompts, as JSON.
+"""Accuracy on the quickstart's family with several draws of the calibration prompts.
 
     python tests/benchmarks/draws.py
 
 Merges the family in ``examples/family`` by ``featcal`` and ``slta`` with 3 and with 30 prompts per task, once for each
-seed, which draws new prompts; seed 0 draws the quickstart's. Prints the average over the three tasks of every merge, in
-the order of the seeds.
+seed, which draws new prompts; seed 0 draws the quickstart's. Writes results/draws.json: the
+average over the three tasks of every merge, in the order of the seeds.
 """
 
-import json
 from pathlib import Path
 
 import click
-from common import CACHE, be_quiet
+from common import CACHE, be_quiet, write_result
 from family import copy_shipped, evaluate, write_calibration
 from quickstart import average, merge, recipes
 
@@ -38,7 +37,7 @@ def main(seeds: tuple[int, ...], out: Path) -> None:
                 recipe["parameters"]["samples"] = samples
                 merged = merge(out, f"{method} {samples}", recipe, 0)
                 scores.setdefault(f"{method} {samples}", []).append(round(average(evaluate(merged)), 3))
-    click.echo(json.dumps({"benchmark": "draws", "seeds": seeds, **scores}))
+    write_result("draws", scores, seeds=seeds)
 
 
 if __name__ == "__main__":

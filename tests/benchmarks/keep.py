@@ -4,7 +4,8 @@
     python tests/benchmarks/keep.py quickstart/family
 
 Merges the expert for sums, with and without prompts for the base model in the two tasks that this expert has never
-seen, then two experts, with the base model's prompts in the third task. Prints a Markdown table.
+seen, then two experts, with the base model's prompts in the third task. Prints a Markdown table, and writes
+results/keep.json.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet
+from common import CACHE, be_quiet, write_result
 from family import TASKS, evaluate
 from quickstart import merge
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,11 +46,12 @@ def main(folder: Path, out: Path, only: str) -> None:
     prompts = base_prompts(folder.resolve(), out)
     models = {"base model": folder / "base", "expert for sums": folder / "sums"}
     print("| | sums | strings | words |\n|---|---|---|---|", flush=True)
-    for label, model in models.items():
-        show(label, model)
+    rows = {label: show(label, model) for label, model in models.items()}
     for label, row in ROWS.items():
         if only in label:
-            show(label, merge(out, label.replace(",", ""), recipe(folder.resolve(), prompts, **row), 0))
+            merged = merge(out, label.replace(",", ""), recipe(folder.resolve(), prompts, **row), 0)
+            rows[label] = show(label, merged)
+    write_result("keep", rows)
 
 
 def recipe(
@@ -99,9 +101,10 @@ def written(base: Path, samples: int = 40) -> list[str]:
     return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
-def show(label: str, model: Path) -> None:
+def show(label: str, model: Path) -> dict[str, float]:
     scores = evaluate(model)
     print(f"| {label} | {' | '.join(f'{scores[task]:.2f}' for task in TASKS)} |", flush=True)
+    return scores
 
 
 if __name__ == "__main__":

@@ -2,18 +2,17 @@
 
     python tests/benchmarks/quality.py --seed 0 --seed 1 --seed 2
 
-Prints one JSON line per seed: the three-way average of exact matches of the best task arithmetic of the quickstart's
-grid (picked on the held-out prompts themselves), of sftm, actmat and slta, and by number of samples per task of featcal
-and of RegMean++ and FeatCal as published (``published.py``).
+Writes results/quality.json, for each seed: the three-way average of exact matches of the best task arithmetic of the
+quickstart's grid (picked on the held-out prompts themselves), of sftm, actmat and slta, and by number of samples per
+task of featcal and of RegMean++ and FeatCal as published (``published.py``).
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet
+from common import CACHE, be_quiet, write_result
 from family import Family, evaluate, train_family
 from published import published_featcal, regmean_plus_plus
 from quickstart import GRID, STATISTICS, average, merge, recipes
@@ -30,12 +29,13 @@ SAMPLES = (3, 10, 30, 100)
 def main(seeds: tuple[int, ...], out: Path) -> None:
     """Merge the family of each seed by every method and compare the averages."""
     be_quiet(threads=1)
+    rows = {}
     for seed in seeds:
         folder = out / f"seed{seed}"
         models = train_family(folder / "family", seed)
         scores = task_arithmetic(models, folder, seed) | methods(models, folder, seed)
-        rounded = {name: round(score, 3) for name, score in scores.items()}
-        print(json.dumps({"benchmark": "quality", "seed": seed, **rounded}), flush=True)
+        rows[f"seed {seed}"] = {name: round(score, 3) for name, score in scores.items()}
+        write_result("quality", rows)
 
 
 def task_arithmetic(models: Family, folder: Path, seed: int) -> dict[str, float]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from common import CACHE, be_quiet
+from common import CACHE, be_quiet, known_rows, write_result
 from quickstart import merge
 from real_family import PRETRAINED, Evaluation, RealFamily, evaluate, train_family
 from real_tasks import APART, TASKS
@@ -94,6 +94,13 @@ def main(
     for count in counts:
         tables = [_scores(out / f"{folder}{seed}", model, seed, list(known)[:count], only) for seed in seeds]
         labels = list(dict.fromkeys(label for table in tables for label in table))
+        name = f"real-{model}-{folder}-{count}"
+        rows = known_rows(name)
+        for seed, table in zip(seeds, tables, strict=True):
+            for label, row in table.items():
+                scores = {column: round(score, 4) for column, score in row.items() if not math.isnan(score)}
+                rows.setdefault(f"{folder} {seed}", {})[label] = scores
+        write_result(name, rows)
         text = _markdown(tables, labels, count, seeds)
         files.write(out / f"table-{folder}-{count}.md", text.encode())
         click.echo(text)

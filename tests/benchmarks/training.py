@@ -15,7 +15,6 @@ import resource
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet
+from common import CACHE, be_quiet, known_rows, write_result
 from peft import LoraConfig, get_peft_model
 from real_family import PRETRAINED, SYSTEM, answer_logits, evaluate, tokenize, train_family, write_model
 from real_tasks import TASKS
@@ -32,7 +31,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROWS, OTHER, BATCH, ENDS = (30, 3), 30, 16, (10, 20, 40)
 RATES = {"all parameters": (2e-5, 1e-4), "adapter": (2e-4, 1e-3)}
-RESULTS = Path(__file__).with_name("results")
 
 
 @click.command()
@@ -40,9 +38,7 @@ RESULTS = Path(__file__).with_name("results")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "real_model")
 def main(model: str, out: Path) -> None:
     """Train in every way, and write the scores after each; those of an earlier run stay."""
-    result = RESULTS / f"training-{model}.json"
-    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
-    rows: dict[str, Any] = json.loads(result.read_text())["rows"] if result.exists() else {}
+    rows = known_rows(f"training-{model}")
     for part, target in product(RATES, ("answers", "probabilities")):
         rates: Sequence[float] = RATES[part]
         for begin, count in product(("mean", "base"), ROWS):
@@ -53,7 +49,7 @@ def main(model: str, out: Path) -> None:
                     # A process of its own, for its memory.
                     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                         rows[label] = pool.submit(trained, model, out, begin, part, target, count, rate).result()
-                    result.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+                    write_result(f"training-{model}", rows)
                     click.echo(f"{label}: {rows[label]}")
                 losses[rate] = rows[label]["loss on further prompts"]
             rates = [min(losses, key=lambda rate: losses[rate])]
