@@ -62,7 +62,8 @@ def needs(experiment: Experiment) -> Needs:
     """Find out what a recipe takes without reading weights; an SltaError if a model cannot be opened."""
     disk = _disk(experiment)
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
-    return replace(disk, memory=LIBRARIES + max(running, _merging(experiment)))
+    adapted = _adapted(experiment) if disk.adapters else 0  # a whole model is in memory while an adapter is merged
+    return replace(disk, memory=LIBRARIES + max(adapted, running, _merging(experiment)))
 
 
 def _disk(experiment: Experiment) -> Needs:
@@ -70,13 +71,18 @@ def _disk(experiment: Experiment) -> Needs:
     recipe = experiment.recipe
     base, config = experiment.model(recipe.base), recipe.config
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
-    adapter_type = experiment.options.lora_merge_dtype  # None is the base model's
     return Needs(
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
         _stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
         _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
-        sum(bool(reference.lora) for reference in recipe.references) * _stored_bytes(base, _dtype(adapter_type)),
+        sum(bool(reference.lora) for reference in recipe.references) * _adapted(experiment),
     )
+
+
+def _adapted(experiment: Experiment) -> int:
+    """The bytes of the base model with a merged adapter."""
+    adapter_type = experiment.options.lora_merge_dtype  # None is the base model's
+    return _stored_bytes(experiment.model(experiment.recipe.base), _dtype(adapter_type))
 
 
 def _solved(decoder: Decoder) -> int:

@@ -15,6 +15,7 @@ from support.hub import serve
 
 from mergekit_slta.checks.examine import check
 from mergekit_slta.checks.space import Needs, needs
+from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -47,6 +48,8 @@ def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_na
     assert "for the merged adapters" in str(findings.needs)
     in_base_type = check(Recipe(content | {"dtype": "bfloat16"}), lora_merge_cache=cache).needs
     assert in_base_type is not None and in_base_type.adapters == 4 * WHOLE
+    wide = check(Recipe(content | {"dtype": "float64", "out_dtype": "bfloat16"}), lora_merge_cache=cache).needs
+    assert wide is not None and wide.memory == LIBRARIES + 8 * WHOLE  # more than the merge takes
     assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
     assert "merge(recipe, './merged') with the same options" in str(check(Recipe(content), lora_merge_cache=cache))
 
