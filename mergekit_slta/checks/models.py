@@ -14,13 +14,7 @@ import torch
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, refuse
-from mergekit_slta.models.adapters import (
-    NO_FOLDER,
-    adapter_folder,
-    names_in,
-    target_of,
-    with_adapter,
-)
+from mergekit_slta.models.adapters import NO_FOLDER, adapter_folder, names_in, target_of, with_adapter
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, other_computation
 from mergekit_slta.models.folder import beside_weights, code_of, refuse_links

@@ -32,13 +32,7 @@ from tqdm import tqdm
 from mergekit_slta.engine.memory import return_freed_memory
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import (
-    Streams,
-    Tasks,
-    fitting_batch,
-    make_batches,
-    takes_little,
-)
+from mergekit_slta.engine.streams import Streams, Tasks, fitting_batch, make_batches, takes_little
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import routed_tensors

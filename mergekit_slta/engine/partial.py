@@ -126,10 +126,6 @@ class Partial:
         """The finished ones of so many layers; None for the file of the output head."""
         return {layer for layer in (*range(layers), None) if _is_readable(self.file(layer))}
 
-    def is_complete(self, layers: int) -> bool:
-        """Whether all of so many layers, and the output head's file, are there."""
-        return len(self.finished(layers)) > layers
-
     def load(self, layer: int) -> dict[str, torch.Tensor]:
         return load_file(self.file(layer))
 

@@ -41,7 +41,7 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         head=head is not None,
     )
     partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
-    complete = partial.is_complete(len(decoder))
+    complete = len(partial.finished(len(decoder))) > len(decoder)  # with the output head's file
     ranks.require_equal(complete, partial.folder)
     if not complete:
         experiment.check_edges(experts=True)

@@ -42,7 +42,6 @@ class Checkpoint:
         self.reference = reference
         self.config = config
         self.trust_remote_code = trust_remote_code
-        self.bytes_read = 0  # of tensors, in the checkpoint's own type
         self._layout: Layout | None = None
         with reading(self, "cannot be opened", "get undamaged copies of its files"):
             self._files = source_files(*source_folders(reference, cache.hf_cache_dir))
@@ -130,9 +129,7 @@ class Checkpoint:
         if name not in layout:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
         with reading(f"The tensor {name} of {self}"):
-            tensor = layout.read(name, functools.partial(self._loader.get_tensor, device=str(device)))
-        self.bytes_read += tensor.nbytes
-        return tensor
+            return layout.read(name, functools.partial(self._loader.get_tensor, device=str(device)))
 
     def _stack(
         self, name: str, model: transformers.PreTrainedModel, shape: Sequence[int], device: torch.device | str
@@ -154,9 +151,7 @@ class Checkpoint:
             return part(mixture_expert).to(device, torch.float32)
 
         for mixture_expert in range(shape[0]):
-            tensor = part(mixture_expert)
-            self.bytes_read += tensor.nbytes
-            self._refuse_broken(name, tensor)
+            self._refuse_broken(name, part(mixture_expert))
         return ExpertStack(shape, device, again)
 
     def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:

@@ -25,13 +25,7 @@ from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_name, pu
 from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.slta.statistics_file import (
-    BaseContent,
-    CalibrationInfo,
-    Fingerprint,
-    Info,
-    resolve_statistics,
-)
+from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info, resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
 from mergekit_slta.words import enumerated
 

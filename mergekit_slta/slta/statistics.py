@@ -22,12 +22,7 @@ from mergekit_slta import files
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import LEVELS, kinds_of, of_level, place_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
-from mergekit_slta.slta.statistics_file import (
-    Info,
-    read_statistics,
-    resolve_statistics,
-    write_statistics,
-)
+from mergekit_slta.slta.statistics_file import Info, read_statistics, resolve_statistics, write_statistics
 from mergekit_slta.tables import Paragraphs, Table, as_json, known_names, short_names
 from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number
 

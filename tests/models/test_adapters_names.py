@@ -8,17 +8,7 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelReference
-from support.adapters import (
-    EXPERTS,
-    FUSED,
-    State,
-    edit,
-    merged_by_hand,
-    of_experts,
-    renamed,
-    saved,
-    write_adapter,
-)
+from support.adapters import EXPERTS, FUSED, State, edit, merged_by_hand, of_experts, renamed, saved, write_adapter
 from support.examining import problems, save_random, with_expert
 from support.families import open_model
 from support.merging import load, wrong_tensors

@@ -4,6 +4,7 @@ Its numbers on every architecture are those of tests/test_architectures.py.
 """
 
 import re
+from collections import Counter
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeFamily
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import depths, families, memory, reference
@@ -78,16 +80,20 @@ def test_no_sample_sees_the_padding_or_the_length_of_another(
     assert largest_difference(grams, {name: deltas.grams() for name, deltas in expected.items()}) < gram_rounding()
 
 
-def test_every_tensor_is_read_once(llama: Family) -> None:
-    models = families.checkpoints(llama.folders)
-    calibrate(trace(llama.config), models, llama.token_ids(), LEVELS)
-    layers, embedding = 0, 0
-    for name, tensor in load_file(llama.base / "model.safetensors").items():
-        layers += tensor.nbytes * (".layers." in name)
-        embedding += tensor.nbytes * ("embed" in name)
-    for expert in models[1:]:
-        assert expert.bytes_read == layers
-    assert layers + embedding <= models[0].bytes_read <= layers + 2 * embedding
+def test_every_tensor_is_read_once(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, stock = Counter[tuple[Path, str]](), LazyTensorLoader.get_tensor
+
+    def counted(self: LazyTensorLoader, key: str, *arguments: Any, **named: Any) -> torch.Tensor | None:
+        counts[Path(self.index.base_path), key] += 1
+        return stock(self, key, *arguments, **named)
+
+    monkeypatch.setattr(LazyTensorLoader, "get_tensor", counted)
+    calibrate(trace(llama.config), families.checkpoints(llama.folders), llama.token_ids(), LEVELS)
+    layers = {name for name in load_file(llama.base / "model.safetensors") if ".layers." in name}
+    for expert in llama.experts:
+        assert {key: count for (folder, key), count in counts.items() if folder == expert} == dict.fromkeys(layers, 1)
+    assert all(counts[llama.base, name] == 1 for name in layers)
+    assert counts[llama.base, "model.embed_tokens.weight"] in (1, 2)
 
 
 def test_features_that_overflow_are_refused(make_family: MakeFamily) -> None:

@@ -10,12 +10,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.slta import submodules as of_decoder
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.slta.statistics_file import (
-    BaseContent,
-    CalibrationInfo,
-    Fingerprint,
-    Info,
-)
+from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info
 
 # Submodules of one layer, by level.
 INSIDE: dict[str, Sequence[str]] = {
