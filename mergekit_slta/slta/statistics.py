@@ -5,6 +5,7 @@ Both are results that users hold: they print as tables, and can be saved.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
@@ -179,10 +180,12 @@ class Statistics(Paragraphs):
         return Solution(used, level, solved, **arguments)
 
     def _task_weights(self, given: Mapping[str, float | SupportsFloat]) -> tuple[float, ...]:
-        named = {self._name(name): float(weight) for name, weight in given.items()}
-        for name, weight in named.items():
-            if not 0 <= weight < math.inf:
-                raise SltaError(f"The task weight of {name} is {weight:g}: give a number of at least zero.")
+        named = dict[str, float]()
+        for name, weight in given.items():
+            with contextlib.suppress(ValueError):  # of the command's text
+                named[self._name(name)] = float(weight)
+            if not 0 <= named.get(self._name(name), -1) < math.inf:
+                raise SltaError(f"The task weight of {name} is {weight!r}: give a number of at least zero.")
         weights = tuple(named.get(name, 1.0) for name in self.info.models)
         if not any(weights):
             raise SltaError("Every task weight is zero: at least one task must count.")
