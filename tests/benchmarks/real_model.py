@@ -38,11 +38,10 @@ GRID = (0.3, 0.5, 0.7, 1.0)
 PROMPTS = (3, 10, 30, 100)
 # The base model's prompts, by what a row's label says of them: the file, how many, and their weight.
 KEPT = {
-    **{f"{kappa:g}": ("base", 30, kappa) for kappa in (0.5, 1.0, 3.0)},
+    **{f"{kappa:g}, both": ("base", 30, kappa) for kappa in (0.5, 1.0, 3.0)},
     "1, text": ("text", 30, 1.0),
     "1, instructions": ("instructions", 30, 1.0),
     "1, general": ("general", 30, 1.0),
-    "1, long answers": ("long", 30, 1.0),
     "1, without answers": ("bare", 30, 1.0),
     "1, self-written": ("written", 30, 1.0),
     "1, 100 general": ("general", 100, 1.0),
@@ -118,24 +117,28 @@ def _scores(folder: Path, model: str, seed: int, tasks: Sequence[str], only: Seq
             known[label] = {"recipe": recipe, "scores": scores}
             files.write(results, json.dumps(known, indent=1).encode())
 
-    measure("base", None, partial(evaluate, family.base, family.test))
+    text = not set(tasks) <= APART.keys()
+    general = text, text and PRETRAINED[model].template is None  # which only instruct models follow
+    measure("base", None, partial(evaluate, family.base, family.test, *general))
     for task, expert in family.experts.items():  # each on its own task, as the ceiling; its perplexity is of no merge
-        measure(f"expert {task}", None, partial(evaluate, expert, {task: family.test[task]}))
+        measure(f"expert {task}", None, partial(evaluate, expert, {task: family.test[task]}, *general))
     wanted = {label: recipe for label, recipe in recipes(family).items() if not only or label.startswith(tuple(only))}
     with tqdm(wanted.items(), unit="merge") as bar:
         for label, recipe in bar:
             bar.set_description(f"Seed {seed}, {label}")
-            measure(label, recipe, partial(_merge, folder, label, recipe, seed, family))
+            measure(label, recipe, partial(_merge, folder, label, recipe, seed, family, general))
     shown = {label: known[label]["scores"] for label in ("base", *wanted)}
     shown["experts"] = {task: known[f"expert {task}"]["scores"][task] for task in tasks}
     if len(tasks) == 1:
         shown["experts"] = known[f"expert {tasks[0]}"]["scores"]
-    return {label: _columns(label, scores, shown) for label, scores in shown.items()}
+    return {label: _columns(scores, shown) for label, scores in shown.items()}
 
 
-def _merge(folder: Path, label: str, recipe: Recipe, seed: int, family: RealFamily) -> dict[str, Evaluation]:
+def _merge(
+    folder: Path, label: str, recipe: Recipe, seed: int, family: RealFamily, general: tuple[bool, bool]
+) -> dict[str, Evaluation]:
     merged = merge(folder, label, recipe, seed)
-    scores = evaluate(merged, family.test)
+    scores = evaluate(merged, family.test, *general)
     shutil.rmtree(merged)
     return scores
 
@@ -197,14 +200,14 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS if several},
         **{f"featcal keeping {keep}": recipe("featcal", data=True, keep=keep) for keep in KEPT},
         "featcal 100 prompts keeping 3, 100 general": recipe("featcal", data=True, keep="3, 100 general", samples=100),
-        **{f"slta keeping {kappa}": recipe("slta", data=True, keep=kappa) for kappa in ("0.5", "1", "3")},
+        **{f"slta keeping {kappa}": recipe("slta", data=True, keep=f"{kappa}, both") for kappa in ("0.5", "1", "3")},
     }
 
 
 # What the scores come to
 
 
-def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mapping[str, Any]) -> dict[str, float]:
+def _columns(scores: Mapping[str, Mapping[str, float]], shown: Mapping[str, Any]) -> dict[str, float]:
     tasks = [task for task in shown["experts"] if task in {**TASKS, **APART}]
     gains = [
         (scores[task]["exact"] - shown["base"][task]["exact"])
@@ -212,9 +215,9 @@ def _columns(label: str, scores: Mapping[str, Mapping[str, float]], shown: Mappi
         for task in tasks
     ]
     exact, loss = (statistics.mean(scores[task][name] for task in tasks) for name in ("exact", "loss"))
-    of_no_merge = label == "experts" and len(tasks) > 1
-    perplexity = float("nan") if of_no_merge else scores["ordinary text"]["loss"]
-    followed = float("nan") if of_no_merge else scores["instructions"]["exact"]
+    unknown = {"loss": math.nan, "exact": math.nan}  # of the experts together, which are no merge
+    perplexity = scores.get("ordinary text", unknown)["loss"]
+    followed = scores.get("instructions", unknown)["exact"]
     averages = dict(zip(COLUMNS, (exact, loss, statistics.mean(gains), perplexity, followed), strict=True))
     return (
         averages
@@ -237,7 +240,7 @@ def _markdown(tables: Sequence[Table], labels: Sequence[str], count: int, seeds:
 
 
 def _cell(values: Sequence[float]) -> str:
-    if math.isnan(values[0]):  # of the experts together, which are no merge
+    if math.isnan(values[0]):
         return ""
     deviation = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.3f}{deviation}"
