@@ -129,6 +129,7 @@ class _Scoring(LayerMethod[dict[int, Score]]):
                 predicted = logits(self.decoder, hidden[begin : begin + several], edges)
                 rows = batch.rows[begin : begin + several]
                 scores |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(rows)}
+                del predicted  # before the next are made beside them
         return scores
 
 

@@ -95,9 +95,10 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     edge = memory.edge_bytes(decoder)
     head = min(edge // memory.NUMBER, HEAD_ELEMENTS) if decoder.head else 0
     features = memory.batch_bytes(
-        decoder, batches, hidden=3 * head // memory.hidden_size(decoder) ** 2, inner=0, scores=0
+        decoder, batches, hidden=5 * head // (2 * memory.hidden_size(decoder) ** 2), inner=0, scores=0
     )
-    ends = max((models + 1) * edge, models * edge + 4 * memory.NUMBER * head + features)
+    # Its sums, twice while tokens are added; then once, beside the solution and what it is computed from.
+    ends = max((models + 1) * edge, models * edge + memory.NUMBER * head * 2 + max(features, memory.NUMBER * head))
     longest = max(length for _, length in batches)
     during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + inside
     return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
