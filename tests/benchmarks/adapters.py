@@ -2,7 +2,8 @@
 
     python tests/benchmarks/adapters.py FOLDER
 
-FOLDER is one that the quickstart filled. For each seed, three adapters of rank 16 are trained on the prompts of its
+FOLDER is one that the quickstart filled. The merge by ``featcal`` is also made an adapter again, by mergekit's own
+``mergekit-extract-lora``, of several ranks. For each seed, three adapters of rank 16 are trained on the prompts of its
 tasks: from one random beginning, as trainers with a fixed seed make them, or each from its own. It takes five minutes.
 """
 
@@ -15,7 +16,8 @@ from typing import Any
 import click
 import torch
 from common import write_result
-from peft import LoraConfig, get_peft_model
+from mergekit.scripts import extract_lora
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mergekit_slta as slta
@@ -29,6 +31,7 @@ MERGES: dict[str, dict[str, Any]] = {
     },
     **{f"featcal, {count} prompts": {"merge_method": "featcal", "parameters": {"samples": count}} for count in (3, 30)},
 }
+EXTRACTED, RANKS = "featcal, 30 prompts", (16, 48, 96)
 STEPS, BATCH = 300, 32
 
 
@@ -51,6 +54,16 @@ def train(folder: Path, task: str, seed: int, out: Path) -> str:
         optimizer.zero_grad()
     model.save_pretrained(out)
     return f"{folder / 'family' / 'base'}+{out}"
+
+
+def extract(base: Path, merged: Path, rank: int, out: Path) -> None:
+    """Write a model as the base model with the adapter that is extracted from a merge."""
+    adapter = out.with_name(f"{out.name} adapter")
+    ranks = ["--max-rank", str(rank), "--out-path", str(adapter)]
+    extract_lora.main(["--model", str(merged), "--base-model", str(base), *ranks], standalone_mode=False)
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    model.merge_and_unload().save_pretrained(out)
+    AutoTokenizer.from_pretrained(base).save_pretrained(out)
 
 
 @click.command()
@@ -79,8 +92,12 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
                     plain = base | {"models": [{"model": model} for model in models]} | merge
                     content = with_data | merge if merge["merge_method"] == "featcal" else plain
                     slta.merge(slta.Recipe(content), out / label, **options)
-                compared = slta.evaluate(slta.Recipe(with_data), [out / label for label in MERGES], **options)
-                for label in MERGES:
+                adapters = {f"{EXTRACTED}, rank {rank}": rank for rank in RANKS}
+                for label, rank in adapters.items():
+                    extract(folder / "family" / "base", out / EXTRACTED, rank, out / label)
+                labels = [*MERGES, *adapters]
+                compared = slta.evaluate(slta.Recipe(with_data), [out / label for label in labels], **options)
+                for label in labels:
                     found.setdefault(label, []).append(compared.ranking[label].accuracy or 0.0)
                 for task in TASKS:
                     (alone,) = (own for name, own in compared.tasks[task].scores.items() if name.endswith(task))
