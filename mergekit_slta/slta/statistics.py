@@ -5,7 +5,6 @@ Both are results that users hold: they print as tables, and can be saved.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import os
@@ -182,10 +181,14 @@ class Statistics(Paragraphs):
     def _task_weights(self, given: Mapping[str, float | SupportsFloat]) -> tuple[float, ...]:
         named = dict[str, float]()
         for name, weight in given.items():
-            with contextlib.suppress(ValueError):  # of the command's text
-                named[self._name(name)] = float(weight)
-            if not 0 <= named.get(self._name(name), -1) < math.inf:
+            try:
+                number = float(weight)
+            except ValueError:  # text, from the command
+                number = math.nan
+            expert = self._name(name)
+            if not 0 <= number < math.inf:
                 raise SltaError(f"The task weight of {name} is {weight!r}: give a number of at least zero.")
+            named[expert] = number
         weights = tuple(named.get(name, 1.0) for name in self.info.models)
         if not any(weights):
             raise SltaError("Every task weight is zero: at least one task must count.")

@@ -145,12 +145,18 @@ def test_batches_and_their_padding_do_not_matter(architecture: str, make_family:
     assert worst(together, one_by_one) < TOLERANCE
 
 
-def test_the_order_of_the_prompts_chooses_no_ridge(make_family: MakeFamily, tmp_path: Path) -> None:
+def test_the_order_of_the_prompts_chooses_no_ridge(
+    make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     family = make_family("mixtral", records=7)
-    tasks, found = family.token_ids(), []
+    tasks, found, ridges = family.token_ids(), [], []
     for name, ordered in {"drawn": tasks, "another": [[*samples[2:], *samples[:2]][::-1] for samples in tasks]}.items():
+        caplog.clear()
         families.feature_merge(family, tmp_path / name, tasks=ordered, ridge=None)
+        ridges.append(re.findall(r"solved with a ridge of (\S+)", caplog.text))
         found.append(families.solved_tensors(tmp_path / name))
+    assert ridges[0] == ridges[1] and len(set(ridges[0])) > 1
     assert worst(*found) < TOLERANCE
 
 
