@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 import torch
-from common import write_result
+from common import load, write_result
 from mergekit.scripts import extract_lora
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +61,7 @@ def extract(base: Path, merged: Path, rank: int, out: Path) -> None:
     adapter = out.with_name(f"{out.name} adapter")
     ranks = ["--max-rank", str(rank), "--out-path", str(adapter)]
     extract_lora.main(["--model", str(merged), "--base-model", str(base), *ranks], standalone_mode=False)
-    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+    model: Any = PeftModel.from_pretrained(load(base, "cpu"), adapter)
     model.merge_and_unload().save_pretrained(out)
     AutoTokenizer.from_pretrained(base).save_pretrained(out)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet, known_rows, load, write_result
+from common import CACHE, be_quiet, known_rows, load, mean_state, write_result
 from family import END, IGNORED, TASKS, Family, evaluate, held_out_prompts, train_family, write_calibration
 from quality import score, task_arithmetic
 from quickstart import average, merge, recipes
@@ -95,8 +95,7 @@ def trained(family: Family, count: int, rate: float, folder: Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(family.base)
     model: Any = AutoModelForCausalLM.from_pretrained(family.base, dtype=torch.float32)
     experts = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in family.experts.values()]
-    means = {key: sum(expert.state_dict()[key] for expert in experts) / len(experts) for key in model.state_dict()}
-    model.load_state_dict(means)
+    model.load_state_dict(mean_state(experts))
     records = [
         json.loads(line) for path in family.calibration.values() for line in path.read_text().splitlines()[:count]
     ]

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results")
+VERSIONS = {package: version(package) for package in ("mergekit", "torch", "transformers", "peft")}
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048
@@ -142,9 +143,8 @@ def known_rows(name: str) -> dict[str, Any]:
 
 def write_result(name: str, rows: Mapping[str, Any], **about: Any) -> None:
     """Write the rows of a table, with the versions that they were made with."""
-    versions = {package: version(package) for package in ("mergekit", "torch", "transformers", "peft")}
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({**about, "versions": versions, "rows": rows}, indent=1) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps({**about, "versions": VERSIONS, "rows": rows}, indent=1) + "\n")
 
 
 def be_quiet(threads: int = 0) -> None:
@@ -157,6 +157,12 @@ def be_quiet(threads: int = 0) -> None:
 def load(folder: Path, device: str) -> Any:
     """A whole model in float32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
+
+
+def mean_state(models: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """The mean of models' tensors by their names."""
+    states = [model.state_dict() for model in models]
+    return {name: sum(state[name] for state in states) / len(states) for name in states[0]}
 
 
 def wait_for(device: str) -> None:

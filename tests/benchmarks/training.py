@@ -24,11 +24,11 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet, known_rows, write_result
+from common import CACHE, be_quiet, known_rows, load, mean_state, write_result
 from peft import LoraConfig, get_peft_model
 from real_family import PRETRAINED, SYSTEM, answer_logits, evaluate, tokenize, train_family, write_model
 from real_tasks import TASKS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 ROWS, OTHER, BATCH, ENDS = (30, 3), 30, 16, (10, 20, 40)
 RATES = {"all parameters": (2e-5, 1e-4), "adapter": (2e-4, 1e-3)}
@@ -62,11 +62,10 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
     folder = out / model / "seed0"
     family = train_family(folder, 0, [*TASKS][:3], model)
     tokenizer = AutoTokenizer.from_pretrained(family.base)
-    experts = [_load(path) for path in family.experts.values()]
-    student = _load(family.base)
+    experts = [load(path, "cpu") for path in family.experts.values()]
+    student = load(family.base, "cpu")
     if begin == "mean":
-        state = {key: sum(e.state_dict()[key] for e in experts) / len(experts) for key in student.state_dict()}
-        student.load_state_dict(state)
+        student.load_state_dict(mean_state(experts))
     if part == "adapter":
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         student = get_peft_model(student, config)
@@ -113,10 +112,6 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
         **ended,
         "memory": memory,
     }
-
-
-def _load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def _body(model: Any) -> Any:

@@ -21,13 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from common import CACHE, SHAPES, be_quiet, load, wait_for, write_models, write_samples
+from common import CACHE, SHAPES, VERSIONS, be_quiet, load, wait_for, write_models, write_samples
 
 from mergekit_slta.checks.space import needs
 from mergekit_slta.data.sources import CalibrationData
@@ -62,7 +61,7 @@ def main(shape: str, layers: int, methods: Sequence[str], folder: Path, output: 
         "layers": layers or SHAPES[shape].num_hidden_layers,
         **settings,
         "device": torch.cuda.get_device_name() if device != "cpu" else f"{torch.get_num_threads()} threads of a CPU",
-        "versions": {name: version(name) for name in ("mergekit", "torch", "transformers")},
+        "versions": VERSIONS,
         "python": platform.python_version(),
         "rows": {},
     }
