@@ -18,7 +18,7 @@ has one branch.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, get_args
 
@@ -91,14 +91,16 @@ def kinds_of(names: Iterable[str]) -> dict[str, dict[int, list[int]]]:
     return kinds
 
 
-def parts_at(level: str, branches: Sequence[str], heads: Sequence[str], maps: Sequence[str]) -> Sequence[str]:
+def parts_at(level: str, parts: Collection[str]) -> list[str]:
     """Of a layer's parts, its submodules at a level, or where there are none those of the next coarser level.
 
-    "" is the whole layer.
+    The parts are branches, heads and linear maps, in the order of the forward pass. "" is the whole layer.
     """
-    finest: Sequence[str] = ()
+    branches = [branch for branch in BRANCHES if branch in parts]
+    heads = [part for part in parts if re.fullmatch(r"head\.\d+", part)]
+    finest: list[str] = []
     if level == "linear":
-        finest = maps
+        finest = [part for part in parts if part and part not in (*branches, *heads)]
     elif level == "head_mlp" and heads:
         finest = [*heads, *(branch for branch in branches if branch != "attn")]
     elif level in ("attn_mlp", "head_mlp"):
@@ -115,12 +117,7 @@ def of_level(names: Collection[str], level: str) -> list[str]:
         layer, part = _parsed(name)
         if layer is not None:
             layers.setdefault(layer, []).append(part)
-    at_level = list[str]()
-    for layer, parts in layers.items():
-        branches = [branch for branch in BRANCHES if branch in parts]
-        heads = [part for part in parts if re.fullmatch(r"head\.\d+", part)]
-        maps = [part for part in parts if part and part not in (*branches, *heads)]
-        at_level += [submodule_name(layer, part) for part in parts_at(level, branches, heads, maps)]
+    at_level = [submodule_name(layer, part) for layer, parts in layers.items() for part in parts_at(level, parts)]
     return sorted((name for name in at_level if name in names), key=sort_key)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.levels import BRANCHES, Fallback, head_part, parts_at, submodule_name
+from mergekit_slta.levels import Fallback, head_part, parts_at, submodule_name
 
 
 def submodules(decoder: Decoder, level: str, layer: int) -> list[str]:
@@ -23,10 +23,9 @@ def layer_parts(decoder: Decoder, level: str, layer: int) -> Sequence[str]:
     split = decoder.structures[layer]
     if level == "model":
         return []
-    branches = [branch for branch in BRANCHES if branch in split.branches]
-    heads = list(map(head_part, range(split.heads.count))) if isinstance(split.heads, Heads) else []
-    has_maps = level == "linear" and not split.of_some_tokens
-    return parts_at(level, branches, heads, [m.name for m in linear_maps(decoder.layers[layer])] if has_maps else [])
+    heads = map(head_part, range(split.heads.count)) if isinstance(split.heads, Heads) else ()
+    maps = () if split.of_some_tokens else (linear_map.name for linear_map in linear_maps(decoder.layers[layer]))
+    return parts_at(level, [*split.branches, *heads, *maps])
 
 
 def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
