@@ -5,10 +5,7 @@ Each method counts its own, beside itself, from these parts.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import math
-import os
 from collections.abc import Collection
 
 import torch
@@ -22,24 +19,8 @@ NUMBER = torch.float32.itemsize
 LIBRARIES = 400_000_000
 TOKEN = 200  # bytes of its text and of its number, in all forms that a run has of them
 MASK = 5  # bytes for each pair of tokens, where torch's attention is given a mask: a boolean, and a number
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED = -1, -3, 2**20
 
 Shapes = Collection[torch.Size]  # of batches, each (rows, tokens)
-
-
-def return_freed_memory() -> None:
-    """Have glibc give what this process frees back to the system, so that it takes what is counted.
-
-    By itself, glibc keeps freed blocks of up to 32 MiB, in pieces that larger ones do not fit in: a ``featcal`` merge
-    of many prompts took 395 MB where 268 were in use. To get large blocks from the system each time costs a batch of
-    ``slta`` 20 to 40 % of its time in a model with 768 dimensions, and 5 % with 2,048. The environment's own setting
-    stays.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-            set_option = ctypes.CDLL(None).mallopt
-            set_option(M_MMAP_THRESHOLD, MAPPED)
-            set_option(M_TRIM_THRESHOLD, 16 * MAPPED)
 
 
 def hidden_size(decoder: Decoder) -> int:
