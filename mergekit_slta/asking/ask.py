@@ -106,7 +106,7 @@ def ask(
     source = CalibrationSource(os.fspath(prompts), "", lambda: tokenizer, lambda: tokenizer, WHOLE, 0)
     asked = _asked(source, topics, samples, (positions or WHOLE) - max_new_tokens)
     checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
-    run = files.digest([checkpoint.fingerprint(), [prompt.ids for prompt in asked], max_new_tokens])
+    run = files.digest([checkpoint.fingerprint, [prompt.ids for prompt in asked], max_new_tokens])
     answered = _finished(beside, run)
     files.write(beside, _lines(run, *answered.items()).encode())
     # Prompts of about one length are answered together, and in the same batches when the run is started again.

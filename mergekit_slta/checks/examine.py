@@ -32,9 +32,9 @@ from mergekit_slta.recipe.settings import (
     CalibrationSettings,
     FeatcalSettings,
     SltaSettings,
+    base_parameters,
     has_adapters,
 )
-from mergekit_slta.recipe.text import ignored
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
@@ -126,7 +126,7 @@ def examine(
         partial(space.folders, recipe.settings, out),
     ]
     all_of([*checks, partial(_data, experiment, unwritten)] if recipe.settings.runs_models else checks)
-    notes = [*ignored(recipe.config, recipe.settings), *_notes(experiment, merging)]
+    notes = [*_notes(experiment, merging)]
     experiment.sources.clear()  # from now on memory is for models
     return notes
 
@@ -185,7 +185,7 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     Datasets are not downloaded: where the Hub can be reached, it is asked whether it has them. Otherwise a merge reads
     the cache, and so does this check.
     """
-    recipe, settings = experiment.recipe, experiment.settings
+    recipe, settings = experiment.recipe, experiment.recipe.settings_of(CalibrationSettings)
     name = settings.statistics if isinstance(settings, SltaSettings) else ""
     file = resolve_statistics(name, experiment.options.transformers_cache) if name else None
     measured = file is not None and file.exists()
@@ -246,6 +246,11 @@ def _is_seen(experiment: Experiment, task: Task) -> bool:
 def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     recipe, settings = experiment.recipe, experiment.recipe.settings
     base, config = experiment.model(recipe.base), recipe.config
+    if not settings.runs_models and (parameters := base_parameters(config)):
+        yield (
+            f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
+            "only 'featcal' and 'slta' keep the base model's abilities."
+        )
     for expert in experiment.models[1:]:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)
@@ -275,7 +280,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     for task in recipe.tasks if settings.runs_models else ():
         yield from none_to_evaluate(experiment, task)
-    if experiment.in_slices and (lost := left_out_by_mergekit(base)):
+    if recipe.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
     else:
         yield from models.outside_the_model(*experiment.models)

@@ -11,15 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from mergekit.common import ModelPath, ModelReference
 
+from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import NO_FOLDER, adapter_folder, names_in, target_of, with_adapter
 from mergekit_slta.models.architecture import vocabulary_axes
-from mergekit_slta.models.fingerprint import adapter_settings, other_computation
-from mergekit_slta.models.folder import beside_weights, code_of, refuse_links
+from mergekit_slta.models.fingerprint import adapter_settings, computation
 from mergekit_slta.models.headers import Model, adapter_weights, file_headers
-from mergekit_slta.models.layout import Layout, meta_model
+from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
 
@@ -94,7 +95,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
         )
     vocabularies = base.vocabulary, expert.vocabulary
     for name, stored in base.tensors.items():
-        other = expert.tensor(name) or stored
+        other = expert.tensors.get(model_tensor_name(name, expert.tensors, expert.prefix) or "", stored)
         is_vocabulary = (*stored.shape[:1], *other.shape[:1]) == vocabularies and stored.shape[1:] == other.shape[1:]
         if stored.shape != other.shape and not is_vocabulary:
             raise SltaError(
@@ -144,16 +145,24 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
         f" of the base model {base}, whose rows mergekit cannot put in the order of the recipe's 'tokenizer': leave "
         "'tokenizer' and 'tokenizer_source' out."
     )
-    faults = [(base, ": the checkpoint lacks", layout.missing(), incomplete)]
+    # A tied parameter has only its first name here.
+    parameters = layout.model.named_parameters() if layout.model else ()
+    faults = [(base, ": the checkpoint lacks", [name for name, _ in parameters if name not in layout], incomplete)]
     for expert in experts:
         theirs = expert.layout(base)
         has, may_lack = _merged_tensors(expert, theirs), layout.may_lack(theirs)
         faults += [
-            (expert, ": the checkpoint lacks", [n for n in theirs.lacks(layout) if n not in may_lack], incomplete),
-            (expert, ": the checkpoint has", layout.lacks(theirs), another),
+            (expert, ": the checkpoint lacks", [n for n in _lost(layout, theirs) if n not in may_lack], incomplete),
+            (expert, ": the checkpoint has", _lost(theirs, layout), another),
             (expert, " lacks", [name for name in may_lack if name in rows and name not in has], unaligned),
         ]
     refuse(f"{model}{verb} {listed(names)}{rest}" for model, verb, names, rest in faults if names)
+
+
+def _lost(layout: Layout, other: Layout) -> list[str]:
+    """The stored tensors that another checkpoint lacks, whatever it calls them and how it cuts them."""
+    names = [name for name in layout.pieces if name not in other.pieces]
+    return [name for name in names if not all(target in other for target in layout.pieces[name].targets)]
 
 
 def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
@@ -192,6 +201,16 @@ def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[st
         return bool(parts) or (isinstance(saved, list) and bool({path, path.rpartition(".")[2]} & {*saved}))
 
     return list(filter(is_changed, ends))
+
+
+def other_computation(
+    config: transformers.PretrainedConfig, other: transformers.PretrainedConfig, whole: bool = False
+) -> list[str]:
+    """The names of the entries of ``computation`` in which two configurations differ that have such entries."""
+    ours, theirs = computation(config, whole), computation(other, whole)
+    tables = {name.partition(".")[0] for name in ours} & {name.partition(".")[0] for name in theirs}
+    names = [name for name in ours.keys() | theirs.keys() if name.partition(".")[0] in tables]
+    return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
 
 def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:

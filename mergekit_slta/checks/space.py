@@ -41,7 +41,7 @@ class Needs:
     merged: int  # the merged model, as it is stored
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
-    memory: int = 0  # of the machine, or of the GPU where one computes
+    memory: int  # of the machine, or of the GPU where one computes
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -60,18 +60,19 @@ class Needs:
 
 def needs(experiment: Experiment) -> Needs:
     """Find out what a recipe takes without reading weights; an SltaError if a model cannot be opened."""
-    disk = _disk(experiment)
+    download, merged, solved, adapters = _disk(experiment)
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
-    adapted = _adapted(experiment) if disk.adapters else 0  # a whole model is in memory while an adapter is merged
-    return replace(disk, memory=LIBRARIES + max(adapted, running, _merging(experiment)))
+    adapted = _adapted(experiment) if adapters else 0  # a whole model is in memory while an adapter is merged
+    memory = LIBRARIES + max(adapted, running, _merging(experiment))
+    return Needs(download, merged, solved, adapters, memory)
 
 
-def _disk(experiment: Experiment) -> Needs:
-    """The ``needs`` without the memory."""
+def _disk(experiment: Experiment) -> tuple[Mapping[str, int], int, int, int]:
+    """The numbers of ``Needs`` but the memory."""
     recipe = experiment.recipe
     base, config = experiment.model(recipe.base), recipe.config
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
-    return Needs(
+    return (
         {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
         _stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
         _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
@@ -95,7 +96,8 @@ def _solved(decoder: Decoder) -> int:
 
 def _running(experiment: Experiment) -> int:
     """The bytes that a method takes to run the models; prompts of a dataset count as ``max_tokens`` tokens."""
-    recipe, settings, models = experiment.recipe, experiment.settings, len(experiment.recipe.experts) + 1
+    recipe, models = experiment.recipe, len(experiment.recipe.experts) + 1
+    settings = recipe.settings_of(CalibrationSettings)
     decoder = replace(experiment.decoder, device=torch.device("cpu" if experiment.device == "cpu" else "cuda"))
     drawn = {task: data.token_ids for (task, _), data in experiment.drawn.items()}
     tasks = [drawn.get(task) or [[0] * settings.max_tokens] * task.samples for task in recipe.tasks]
@@ -173,16 +175,16 @@ def not_overwritten(models: Iterable[Model], out: Path) -> None:
 
 def room(experiment: Experiment, out: Path | None) -> None:
     """Refuse disks that are too small for all that a merge writes to them."""
-    taken, written = _disk(experiment), list[tuple[Path, str, int]]()
+    (download, merged, solved, adapters), written = _disk(experiment), list[tuple[Path, str, int]]()
     if out is not None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
-        written += [(out, "the merged model", taken.merged), (out, "the solved layers", max(taken.solved - there, 0))]
+        written += [(out, "the merged model", merged), (out, "the solved layers", max(solved - there, 0))]
     written.append(
-        (Path(experiment.options.transformers_cache or HF_HUB_CACHE), "the download", sum(taken.download.values()))
+        (Path(experiment.options.transformers_cache or HF_HUB_CACHE), "the download", sum(download.values()))
     )
-    if taken.adapters and experiment.options.lora_merge_cache:
-        written.append((Path(experiment.options.lora_merge_cache), "the merged adapters", taken.adapters))
+    if adapters and experiment.options.lora_merge_cache:
+        written.append((Path(experiment.options.lora_merge_cache), "the merged adapters", adapters))
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []

@@ -10,10 +10,10 @@ from typing import Any
 
 from mergekit.common import ModelReference
 
+from mergekit_slta.checks.folder import beside_weights, refuse_links
 from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
-from mergekit_slta.models.folder import beside_weights, refuse_links
 from mergekit_slta.models.headers import other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings

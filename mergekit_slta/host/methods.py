@@ -26,6 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.solution import SolvedModel, solve_model
 from mergekit_slta.layers.maps import Role, dotted_tails, model_roles, role_by_shape, turned
 from mergekit_slta.models.checkpoint import is_finite, weighted_sum
+from mergekit_slta.models.headers import exempt_types
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import published_name
@@ -92,11 +93,7 @@ class Method(GroupMergeMethod):
         self.kind = kind
         self._experiment: Experiment | None = None  # none where mergekit merges tensors of no recipe of models
         self._merge = self._without_recipe = kind()
-
-    @property
-    def architecture(self) -> ModelArchitecture | None:
-        """The architecture of the merge that runs; None where mergekit's own decides."""
-        return self._experiment.architecture if self._experiment else None
+        self.architecture: ModelArchitecture | None = None  # of the merge that runs; None where mergekit's own decides
 
     @contextlib.contextmanager
     def merging(self, experiment: Experiment, merge: Merge, progress: Callable[[str, int], object]) -> Iterator[None]:
@@ -105,10 +102,13 @@ class Method(GroupMergeMethod):
         ``progress`` is told the name of each tensor that is merged, and that it is one.
         """
         self._experiment, self._merge, self._progress = experiment, merge, progress
+        self.architecture = experiment.architecture
+        # Of tensors that the recipe's ``out_dtype`` is not for.
+        self._types = exempt_types(experiment.stored) if self.architecture else {}
         try:
             yield
         finally:
-            self._experiment, self._merge = None, self._without_recipe
+            self._experiment, self._merge, self.architecture = None, self._without_recipe, None
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
         of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
@@ -120,7 +120,7 @@ class Method(GroupMergeMethod):
             )
         merged = merge.tensor(group, **parameters)
         stored, out_dtype = group.metadata.name or "", experiment and experiment.recipe.config.out_dtype
-        dtype = dtype_from_name(experiment and experiment.exempt_types.get(stored, out_dtype)) or merged.dtype
+        dtype = dtype_from_name(experiment and self._types.get(stored, out_dtype)) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         if experiment is not None:

@@ -32,7 +32,6 @@ from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.text import rename
 from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
@@ -80,9 +79,7 @@ def run(
                 partial.remove()
             return
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
-        recipe = Recipe.parse(source or config.to_yaml(), "The recipe")
-        rename(config)
-        recipe.config = config  # a program may have changed what it read
+        recipe = Recipe.parse(source or config.to_yaml(), "The recipe", config)
         with joined() as ranks, files_named("correct that and run the command again"):
             _merge(stock, Experiment(recipe, ranks=ranks, **options), out)
 

@@ -26,10 +26,12 @@ from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
 from mergekit_slta.models import hub
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
-from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, TOKENIZER_FILES
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
     ADAPTER_FILES,
+    CHAT_TEMPLATES,
+    CODE,
+    TOKENIZER_FILES,
     WEIGHT_FILES,
     adapter_weights,
     listed,

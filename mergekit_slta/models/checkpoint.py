@@ -44,7 +44,8 @@ class Checkpoint:
         self.trust_remote_code = trust_remote_code
         self._layout: Layout | None = None
         with reading(self, "cannot be opened", "get undamaged copies of its files"):
-            self._files = source_files(*source_folders(reference, cache.hf_cache_dir))
+            self._folders = source_folders(reference, cache.hf_cache_dir)
+            self._files = source_files(*self._folders)
             self.stamps = stamps(self._files)  # of the files that decide the tensors
             merged = merge_adapter(reference, cache.lora_cache_dir, trust_remote_code, cache.lora_merge_dtype)
             self._loader = merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
@@ -160,9 +161,10 @@ class Checkpoint:
                 f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get an undamaged copy."
             )
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Identify the model by its content, before an adapter is merged into it."""
-        fingerprint = fingerprint_of(*source_folders(self.reference, LoaderCache().hf_cache_dir))
+        """Identifies the model by its content, before an adapter is merged into it."""
+        fingerprint = fingerprint_of(*self._folders)
         self.refuse_changes()
         return fingerprint
 

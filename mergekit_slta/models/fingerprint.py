@@ -130,16 +130,6 @@ def _deciding(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", value
 
 
-def other_computation(
-    config: transformers.PretrainedConfig, other: transformers.PretrainedConfig, whole: bool = False
-) -> list[str]:
-    """The names of the entries of ``computation`` in which two configurations differ that have such entries."""
-    ours, theirs = computation(config, whole), computation(other, whole)
-    tables = {name.partition(".")[0] for name in ours} & {name.partition(".")[0] for name in theirs}
-    names = [name for name in ours.keys() | theirs.keys() if name.partition(".")[0] in tables]
-    return sorted(name for name in names if ours.get(name) != theirs.get(name))
-
-
 def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
     """The entries of ``computation`` with a hash of each value.
 

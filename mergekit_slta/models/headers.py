@@ -26,7 +26,7 @@ from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.errors import SltaError, first_line, reading
 from mergekit_slta.models import hub
-from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
+from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
@@ -35,6 +35,14 @@ LOG = logging.getLogger(__name__)
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
+# A folder with one of the first three holds a tokenizer.
+TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
+)  # fmt: skip
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
+CODE = "*.py"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -108,11 +116,6 @@ class Model:
             shapes = {name: header.shape for name, header in self.tensors.items()}
             self._layouts[base.reference] = Layout(base.built, self.tensors, shapes)
         return self._layouts[base.reference]
-
-    def tensor(self, name: str) -> TensorHeader | None:
-        """A tensor by its name, with or without the base model's prefix."""
-        stored = model_tensor_name(name, self.tensors, self.prefix)
-        return self.tensors[stored] if stored else None
 
 
 def other_vocabularies(base: Model, *experts: Model) -> list[str]:

@@ -213,14 +213,6 @@ class Layout:
         wanted = len(self._tensors[source.targets[0]]) if _by_expert(source.converter) else 1
         return all(counts[pattern] >= wanted for pattern in source.converter.source_patterns)
 
-    def missing(self) -> list[str]:
-        """The model's parameters that the checkpoint lacks; a tied one has only its first name."""
-        if self.model is None:
-            return []
-        buffers = {name for name, _ in self.model.named_buffers()}
-        first = [names[0] for names in self._tied.values()]
-        return [name for name in first if name not in buffers and name not in self]
-
     def in_parts(self, target: str) -> bool:
         """Whether the parts of a mixture's tensor can be read one expert at a time."""
         source = self._source(target)
@@ -310,14 +302,6 @@ class Layout:
         towers = {name: names for name, names in targets.items() if language and not language.issuperset(names)}
         alone = not any(target in other for names in towers.values() for target in names)
         return {*self.outside, *(towers if alone else ())}
-
-    def lacks(self, other: Layout) -> list[str]:
-        """The stored tensors of another checkpoint that this one lacks, whatever it calls them and how it cuts them."""
-        return [
-            name
-            for name, piece in other.pieces.items()
-            if name not in self.pieces and not all(target in self for target in piece.targets)
-        ]
 
 
 def _by_expert(converter: WeightConverter) -> bool:

@@ -16,13 +16,13 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import files
+from mergekit_slta.checks.folder import code_of
 from mergekit_slta.checks.tokenizers import GENERATION, TOKENIZER, json_file, stop_ids
 from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.engine.partial import run_of
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
-from mergekit_slta.models.folder import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, code_of
-from mergekit_slta.models.headers import WEIGHT_FILES
+from mergekit_slta.models.headers import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, WEIGHT_FILES
 from mergekit_slta.output.card import CARD
 from mergekit_slta.recipe.experiment import Experiment
 

@@ -83,7 +83,8 @@ def describe(
     own = [{"samples": base.samples, "weight": base.weight} if base else {}]
     kind, not_told = recipe.settings.expert, SOURCES - {"samples"}
     own += [_filled(kind, given[expert.reference], not_told) for expert in recipe.experts]
-    hashes = experiment.fingerprints if whole else [experiment.base.fingerprint(), *("" for _ in recipe.experts)]
+    hashes = [model.fingerprint for model in (experiment.checkpoints if whole else [experiment.base])]
+    hashes += [""] * (len(recipe.references) - len(hashes))
     models = [
         MergedModel(
             name=published_name(model),

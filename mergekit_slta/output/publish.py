@@ -13,13 +13,13 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta import files
+from mergekit_slta.checks.folder import code_of, refuse_links
 from mergekit_slta.checks.models import complete_checkpoints
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, all_of, as_note, reading, refuse
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.models import hub
-from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, code_of, refuse_links
-from mergekit_slta.models.headers import open_model, weight_map
+from mergekit_slta.models.headers import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, open_model, weight_map
 from mergekit_slta.output import card
 from mergekit_slta.output.verify import tensor_faults
 from mergekit_slta.recipe.recipe import Recipe

@@ -14,7 +14,7 @@ from mergekit.common import ModelPath, ModelReference, get_auto_cls
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
-from mergekit_slta.checks.models import PROMISES, promised_heads
+from mergekit_slta.checks.models import PROMISES, other_computation, promised_heads
 from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import require_finished
@@ -22,9 +22,8 @@ from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.checkpoint import is_finite
-from mergekit_slta.models.fingerprint import fingerprint_of, other_computation
-from mergekit_slta.models.folder import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES
-from mergekit_slta.models.headers import Headers, Model, folder_headers
+from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.headers import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, Headers, Model, folder_headers
 from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -135,7 +134,7 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
     Also named are tensors that transformers ignores, such as those of a head for multi-token prediction, where the
     base model has them and the folder does not.
     """
-    may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if experiment.in_slices else ()))
+    may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if experiment.recipe.in_slices else ()))
     names = [
         name
         for name in other_computation(base.config, written.config, whole=True)

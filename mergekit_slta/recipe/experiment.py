@@ -30,7 +30,7 @@ from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Headers, Model, exempt_types, folder_headers, open_model, other_vocabularies
+from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -60,22 +60,13 @@ class Experiment:
         self.options = MergeOptions(**in_recipes_type(plain(options), self.recipe.config.dtype))
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)  # where the layers run
+        self.quiet = self.options.quiet or not self.ranks.first  # no progress bars: the first process shows them
         self.drawn: dict[tuple[Task, int], CalibrationData] = {}  # by task and number of samples
         # Those that were opened, with their records; whoever has drawn all samples clears it.
         self.sources: dict[tuple[Task, str], CalibrationSource] = {}
         self._models: dict[ModelReference, Model] = {}
         self._tokenizers: dict[ModelReference, PreTrainedTokenizerBase] = {}
         LoaderCache().setup(self.options)
-
-    @property
-    def settings(self) -> CalibrationSettings:
-        """The recipe's calibration parameters; an SltaError if the recipe is wrong."""
-        return self.recipe.settings_of(CalibrationSettings)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether progress bars are off, by the option ``quiet`` or because another process shows them."""
-        return self.options.quiet or not self.ranks.first
 
     def same_options(self) -> Iterator[str]:
         """The options that another command needs to find and run the same models."""
@@ -135,23 +126,13 @@ class Experiment:
         """The tensors of the base model's checkpoint, its adapter merged."""
         return folder_headers(Path(self.base.folder))
 
-    @property
-    def in_slices(self) -> bool:
-        """Whether the recipe names slices or mergekit's modules, so that mergekit plans the merge by itself."""
-        return bool(self.recipe.config.slices or self.recipe.config.modules)
-
     @cached_property
     def architecture(self) -> ModelArchitecture | None:
         """The architecture by which mergekit merges all tensors of the base model's checkpoint.
 
         None where mergekit's own decides, because the recipe is ``in_slices``.
         """
-        return None if self.in_slices else architecture_of(self.layout, self.stored, self.base.config)
-
-    @cached_property
-    def exempt_types(self) -> dict[str, str]:
-        """The data types of the merged tensors that the recipe's ``out_dtype`` is not for."""
-        return {} if self.in_slices else exempt_types(self.stored)
+        return None if self.recipe.in_slices else architecture_of(self.layout, self.stored, self.base.config)
 
     def open(self) -> None:
         """Have mergekit download all models, and merge adapters; from now on changes of their files are noticed."""
@@ -281,13 +262,14 @@ class Experiment:
 
             datasets.disable_progress_bars()
         if (task, name) not in self.sources:
+            settings = self.recipe.settings_of(CalibrationSettings)
             self.sources[task, name] = CalibrationSource(
                 source=name,
                 template=task.template,
                 load_tokenizer=lambda: self.samples_tokenizer,
                 load_expert_tokenizer=functools.partial(self.tokenizer, task.reference),
-                max_tokens=self.settings.max_tokens,
-                seed=self.settings.seed,
+                max_tokens=settings.max_tokens,
+                seed=settings.seed,
             )
         return self.sources[task, name]
 
@@ -307,11 +289,6 @@ class Experiment:
         )
         return data
 
-    @cached_property
-    def fingerprints(self) -> list[str]:
-        """Identify the base model and the experts by their content."""
-        return [model.fingerprint() for model in self.checkpoints]
-
     def identity(self, data: Sequence[CalibrationData], **more: Any) -> dict[str, Any]:
         """What decides the layers of a run: versions, models, samples and ``more``; values that JSON can hold.
 
@@ -322,7 +299,7 @@ class Experiment:
         stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
         return {
             "versions": versions(),
-            "models": self.fingerprints,
+            "models": [model.fingerprint for model in self.checkpoints],
             "config": hashed_computation(self.base.config),
             "tokens": [samples.sha256 for samples in data],
             "files": f"{int(self.ranks.gather(int(stamps[:12], 16))[0]):x}",

@@ -69,6 +69,9 @@ class Recipe:
     config: MergeConfiguration  # the recipe as mergekit reads it
     text: str  # its YAML
     content: dict[str, Any]  # the parsed YAML
+    references: list[ModelReference]  # the base model, if there is one, and the experts
+    tokenizer_source: Any  # of the merged model; None if it is only copied from the base model
+    in_slices: bool  # whether it names slices or mergekit's modules, so that mergekit plans the merge by itself
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         if not isinstance(content, Mapping):
@@ -103,10 +106,10 @@ class Recipe:
         return cls.parse(text, path)
 
     @classmethod
-    def parse(cls, text: str, name: object) -> Recipe:
-        """Read a recipe's YAML; ``name`` stands for it in messages."""
+    def parse(cls, text: str, name: object, config: MergeConfiguration | None = None) -> Recipe:
+        """Read a recipe's YAML; ``name`` stands for it in messages, ``config`` is what a program has made of it."""
         recipe = cls.__new__(cls)
-        recipe._parse(text, name)
+        recipe._parse(text, name, config)
         return recipe
 
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:
@@ -117,7 +120,7 @@ class Recipe:
         parameters = {**(self.content.get("parameters") or {}), "statistics": file}
         return Recipe({**self.content, "parameters": parameters | ({"level": level} if level else {})})
 
-    def _parse(self, text: str, name: object) -> None:
+    def _parse(self, text: str, name: object, config: MergeConfiguration | None = None) -> None:
         try:
             self.text, self.content = text, yaml.load(text, Loader)
         except Exception as error:  # YAML's tags may raise errors of any kind
@@ -125,27 +128,27 @@ class Recipe:
         if self.content is None:
             raise SltaError(f"{name} is empty: write a recipe, or have `mergekit-slta new` print one to start from.")
         try:
-            self.config = MergeConfiguration.model_validate(self.content)
+            read = MergeConfiguration.model_validate(self.content)
         except ValidationError as error:
             raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
         except Exception as error:  # from mergekit's own checks
             fault = first_line(error)
             fix = " (only an adapter follows a '+': rename folders with one)" if fault.startswith("Can't parse") else ""
             raise SltaError(f"{name} is no mergekit recipe: {fault}{fix}.") from None
-        rename(self.config)
+        self.config = config = config or read
+        rename(config)
+        self.references = [*([config.base_model] if config.base_model else []), *expert_references(config)]
+        self.tokenizer_source = tokenizer_source(config)
+        self.in_slices = bool(config.slices or config.modules)
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""
-        refuse(self._faults)
-
-    @cached_property
-    def _faults(self) -> list[str]:
         kind, tables = self.settings_class(MethodSettings), expert_parameters(self.config)
         problems = [*faults(self.config, self.content, kind)]
         without = [str(model) for model, table in tables.items() if not table.get("calibration")]
         if problems and without and kind.runs_models and "statistics" not in (self.config.parameters or {}):
             problems.append(without_calibration(without, ""))  # alone, ``require_calibration`` refuses it
-        return problems
+        refuse(problems)
 
     @cached_property
     def base(self) -> ModelReference:
@@ -205,21 +208,10 @@ class Recipe:
         return methods[name]
 
     @property
-    def tokenizer_source(self) -> Any:
-        """The ``tokenizer_source`` of ``settings.py``."""
-        return tokenizer_source(self.config)
-
-    @property
     def tokenizer_owner(self) -> ModelReference:
         """The model whose token ids the merged model's tokenizer keeps: the base model unless the recipe names one."""
         source = self.tokenizer_source
         return ModelReference(model=source.model) if isinstance(source, ModelReference) else self.base
-
-    @cached_property
-    def references(self) -> list[ModelReference]:
-        """The base model, if there is one, and the experts."""
-        base = self.config.base_model
-        return [*([base] if base else []), *expert_references(self.config)]
 
 
 def plain(value: Any) -> Any:

@@ -26,7 +26,6 @@ from pydantic import BaseModel, ValidationError
 from mergekit_slta.errors import SltaError, one_line, suggestion
 from mergekit_slta.recipe.settings import (
     MethodSettings,
-    base_parameters,
     expert_references,
     model_inputs,
     output_slices,
@@ -55,7 +54,7 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     for where, table, model in _parameter_tables(config):
         is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
-            continue  # the method ignores the base model's entry, as ``ignored`` says
+            continue  # the method ignores the base model's entry, as the check notes
         specs = {spec.name: spec for spec in parameter_specs(settings, is_base)}
         for fault in _parameters(table, model is not None, specs, settings):
             places[fault].append(where)
@@ -131,16 +130,6 @@ def _inputs(config: MergeConfiguration) -> Iterator[str]:
         if model.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths):
             which = "the base model" if model == config.base_model else "the model"
             yield f"{other} is {which} {model}: spell it the same way, or leave it out."
-
-
-def ignored(config: MergeConfiguration, settings: MethodSettings) -> Iterator[str]:
-    """The base model's prompts or weight in a recipe for a method without data, as a note."""
-    parameters = base_parameters(config) if not settings.runs_models else {}
-    if parameters:
-        yield (
-            f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
-            "only 'featcal' and 'slta' keep the base model's abilities."
-        )
 
 
 def _parameters(

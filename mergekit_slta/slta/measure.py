@@ -22,7 +22,7 @@ from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_name, published_names, require_calibration
-from mergekit_slta.recipe.settings import SltaSettings
+from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
 from mergekit_slta.slta.calibrate import calibrate
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info, resolve_statistics
@@ -74,11 +74,12 @@ def statistics_of(
     ``partial`` is a merge's folder of finished layers, which this process holds; by default one beside the file.
     """
     ranks, recipe = experiment.ranks, experiment.recipe
-    default = getattr(experiment.settings, "level", SltaSettings().level)
+    settings = recipe.settings_of(CalibrationSettings)
+    default = getattr(settings, "level", SltaSettings().level)
     named = [levels] if isinstance(levels, str) else levels or [default]
     experiment.require_levels(named)
     levels = [level for level in LEVELS if level in named]
-    source = os.fspath(path or "") or getattr(recipe.settings, "statistics", "")
+    source = os.fspath(path or "") or getattr(settings, "statistics", "")
     file = resolve_statistics(source, experiment.options.transformers_cache) if source else None
     if file is not None:
         ranks.require_equal(file.is_file(), file.parent)
@@ -122,11 +123,12 @@ def _measured(
 ) -> Statistics:
     """Run the models on the samples; the layers that are finished in the folder are not measured again."""
     recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
+    settings = recipe.settings_of(CalibrationSettings)
     calibration = [
         CalibrationInfo(source=source_name(drawn.source), template=drawn.template, sha256=drawn.sha256)
         for drawn in data
     ]
-    base, *experts = experiment.fingerprints
+    base, *experts = (model.fingerprint for model in experiment.checkpoints)
     info = Info(
         format_version=2,
         levels=tuple(levels),
@@ -135,8 +137,8 @@ def _measured(
         calibration=tuple(calibration[: len(recipe.experts)]),
         keep=calibration[-1] if recipe.keep else None,
         samples=max(expert.samples for expert in recipe.experts),  # the hashes of the tokens tell the rest
-        max_tokens=experiment.settings.max_tokens,
-        seed=experiment.settings.seed,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
         inputs="base",
         architecture=(config.architectures or [""])[0],
         num_layers=len(experiment.decoder),
@@ -188,8 +190,8 @@ def _read_fitting(experiment: Experiment, path: Path, levels: Sequence[str]) -> 
 def _match_experts(experiment: Experiment, info: Info, data: Sequence[CalibrationData]) -> list[int | None]:
     """For each of the recipe's experts its index in the file, by content; None for one that was not measured."""
     unused, order = dict(enumerate(info.fingerprint.experts)), list[int | None]()
-    for expert, content in enumerate(experiment.fingerprints[1:]):
-        equal = [index for index, fingerprint in unused.items() if fingerprint == content]
+    for expert, model in enumerate(experiment.checkpoints[1:]):
+        equal = [index for index, fingerprint in unused.items() if fingerprint == model.fingerprint]
         # Of copies of one expert, the one that was measured on these samples.
         same_data = [index for index in equal if data and info.calibration[index].sha256 == data[expert].sha256]
         order.append(next(iter(same_data or equal), None))
@@ -206,13 +208,13 @@ def _misfits(
     data: Sequence[CalibrationData],
 ) -> Iterator[str]:
     """Everything in which a file does not fit the recipe: models, levels, and samples and settings if it names data."""
-    recipe, (base, *_) = experiment.recipe, experiment.fingerprints
-    measured, config = info.fingerprint.base, hashed_computation(experiment.base.config)
+    recipe, base, measured = experiment.recipe, experiment.base, info.fingerprint.base
+    config = hashed_computation(base.config)
     # Another version of transformers may add or drop entries.
     same_version = info.versions.get("transformers") == files.versions()["transformers"]
     entries = measured.config.keys() | config.keys() if same_version else measured.config.keys() & config.keys()
     changed = sorted(entry for entry in entries if measured.config.get(entry) != config.get(entry))
-    if measured.tensors != base:
+    if measured.tensors != base.fingerprint:
         yield (
             f"The base model {recipe.base} is not the one that {path} was measured on ('{info.base_model}'), "
             "because its content differs: use that base model or other statistics."

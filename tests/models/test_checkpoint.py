@@ -31,7 +31,7 @@ def test_the_layout_of_the_files_does_not_change_the_values(
     one, other = checkpoint(base), checkpoint(layout(base, tmp_path / "other"))
     stored = load_file(base / "model.safetensors")
     names = {name: name for name in stored}
-    assert folder_headers(Path(other.folder)) == folder_headers(base) and other.fingerprint() == one.fingerprint()
+    assert folder_headers(Path(other.folder)) == folder_headers(base) and other.fingerprint == one.fingerprint
     for found in (one, other):
         read = found.read(names, built(base))
         assert set(read) == set(stored)

@@ -60,13 +60,13 @@ def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) ->
         lambda tensors: tensors.update({ATTENTION: tensors[ATTENTION].bfloat16()}),
     ]
     folders = [edited(llama.base, tmp_path / str(number), edit) for number, edit in enumerate(edits)]
-    found = [checkpoint(folder).fingerprint() for folder in (*llama.folders, *folders)]
+    found = [checkpoint(folder).fingerprint for folder in (*llama.folders, *folders)]
     assert len(set(found)) == len(found)
 
 
 def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
     def fingerprint(base: Path, adapter: Path) -> str:
-        return checkpoint(f"{base}+{adapter}").fingerprint()
+        return checkpoint(f"{base}+{adapter}").fingerprint
 
     first = write_adapter(llama.base, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
@@ -78,7 +78,7 @@ def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Pa
     scaled.write_text(json.dumps(json.loads(scaled.read_text()) | {"lora_alpha": 40}))
     retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
     found = [fingerprint(llama.base, adapter) for adapter in (first, copy, retrained)]
-    found += [fingerprint(llama.experts[0], first), checkpoint(llama.base).fingerprint()]
+    found += [fingerprint(llama.experts[0], first), checkpoint(llama.base).fingerprint]
     assert len(set(found)) == len(found)
 
 

@@ -296,7 +296,7 @@ def test_without_a_file_nothing_is_written(llama: Family, path: Path, tmp_path: 
 
 def test_an_expert_that_is_replaced_while_it_is_measured_is_refused(family: Family, tmp_path: Path) -> None:
     experiment = families.experiment(recipe(family))
-    assert experiment.checkpoints[2].fingerprint()
+    assert experiment.checkpoints[2].fingerprint
     edit_tensors(family.experts[1], lambda tensors: [tensor.mul_(1.3) for tensor in tensors.values()])
     with pytest.raises(SltaError, match="expert1 have changed while they were read"):
         statistics_of(experiment, ["attn_mlp"], tmp_path / "stats.safetensors")

@@ -9,15 +9,7 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta.errors import reading, refuse
-
-# A folder with one of the first three holds a tokenizer.
-TOKENIZER_FILES = (
-    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
-)  # fmt: skip
-CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
-CODE = "*.py"
+from mergekit_slta.models.headers import CHAT_TEMPLATES
 
 
 def beside_weights(folder: Path) -> list[Path]:
