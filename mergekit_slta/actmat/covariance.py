@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from mergekit_slta.layers.maps import Role
-from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse, with_ridge
+from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse
 
 # With the method's ridge, float32 moves τ by 1e-5 of its norm. It moves what τ minimizes by 1e-9, 1e-7, 1e-5, 1e-3 and
 # 0.1 of itself with ridges of 1e-2, 1e-3, 1e-4, 1e-5 and 1e-6, whatever the matrices' shapes and ranks are.
@@ -75,15 +75,17 @@ def merge_by_covariance(
             change.addmm_(exact - reference, of_task)
     if len(matrices) == 1 or reference is None:
         return mean
-    change.add_(mean - reference, alpha=ridge * eigenvalue(total))
-    solution = times_inverse(change, with_ridge(total, ridge))
+    hold = ridge * eigenvalue(total)
+    change.add_(mean - reference, alpha=hold)
+    total.diagonal().add_(hold)
+    solution = times_inverse(change, total)
     assert solution is not None  # a Gram matrix of finite numbers, with the ridge of a recipe, is positive definite
     return reference + solution
 
 
 def matrix_bytes(rows: int, columns: int) -> int:
     """The bytes that it takes to merge matrices of this shape, beside their task matrices."""
-    return PRECISION.itemsize * (7 * rows * columns + 4 * columns**2)
+    return PRECISION.itemsize * (7 * rows * columns + 3 * columns**2)
 
 
 def covariance(matrix: torch.Tensor) -> torch.Tensor:

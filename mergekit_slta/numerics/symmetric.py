@@ -1,4 +1,4 @@
-"""Symmetric systems: build a Gram matrix, add a ridge, factor, solve, and tell where that is impossible.
+"""Symmetric systems: build a Gram matrix, tell its size, factor, solve, and tell where that is impossible.
 
 ``featcal`` and ``actmat`` solve systems that are sums of Gram matrices: positive semidefinite, and with a ridge
 positive definite. They use a Cholesky factor, in float32. ``slta``, whose systems are tiny, has a solver of its own.
@@ -46,13 +46,6 @@ def eigenvalue(matrix: torch.Tensor) -> float:
     """
     trace = float(matrix.trace())
     return float(matrix.norm()) ** 2 / trace if trace else 0.0
-
-
-def with_ridge(matrix: torch.Tensor, ridge: float) -> torch.Tensor:
-    """A positive semidefinite matrix [n, n] plus ``ridge`` times its ``eigenvalue`` on the diagonal."""
-    system = matrix.clone()
-    system.diagonal().add_(ridge * eigenvalue(matrix))
-    return system
 
 
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
