@@ -44,10 +44,6 @@ class Batch:
     token_ids: torch.Tensor  # [B, S] int64
     lengths: tuple[int, ...]  # the samples' numbers of tokens
 
-    def join(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tokens' values [n] without padding, from those [S] of every row."""
-        return torch.cat([values[row] for row in self.rows])
-
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
         """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D].
 
@@ -177,7 +173,7 @@ class Streams:
         positions = sum(batch.token_ids.numel() for batch in batches)
         width = decoder.model.config.get_text_config().hidden_size
         stays = takes_little(decoder.device, waiting_bytes(positions, width, len(sources)), share=1 / 8)
-        self._place = decoder.device if stays else torch.device("cpu")
+        self.place = decoder.device if stays else torch.device("cpu")  # where tensors of all samples wait
         self._waiting: dict[tuple[int, int], _Waiting] = {}
         self._output_bytes = 0
         masks: list[torch.Tensor] = []
@@ -188,7 +184,7 @@ class Streams:
                     if models[batch.task] is model:
                         hidden, calls = embed(decoder, batch.token_ids, edges)
                         calls = with_shared_masks(calls, masks)
-                        self._waiting[stream, number] = _Waiting(self.set_aside(hidden), calls)
+                        self._waiting[stream, number] = _Waiting(hidden.to(self.place), calls)
 
     def batches_of(self, task: int) -> Iterator[tuple[int, Batch]]:
         """This process's batches of one task, with their numbers."""
@@ -207,8 +203,8 @@ class Streams:
     def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
         """Put the layer's output on a batch in place of its input, and what it hands on to later layers."""
         waiting = self._waiting[stream, number]
-        waiting.hidden = self.set_aside(output)
-        waiting.state |= {path: self.set_aside(tensor) for path, tensor in state.items()}
+        waiting.hidden = output.to(self.place)
+        waiting.state |= {path: tensor.to(self.place) for path, tensor in state.items()}
 
     def run_layer(
         self,
@@ -237,7 +233,7 @@ class Streams:
             replay=waiting.outputs,
         )
         # A child that is replayed hands nothing on again.
-        waiting.entered |= {path: self.set_aside(tensor) for path, tensor in run.state.items()}
+        waiting.entered |= {path: tensor.to(self.place) for path, tensor in run.state.items()}
         self._output_bytes -= _nbytes(waiting.outputs)
         waiting.outputs = {}
         if until is None:
@@ -260,10 +256,6 @@ class Streams:
         for number, batch in enumerate(self.batches):
             for index, (row, length) in enumerate(zip(batch.rows, batch.lengths, strict=True)):
                 yield row, {stream: self._waiting[stream, number].hidden[index, :length] for stream in streams}
-
-    def set_aside(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of all samples where it waits: on a GPU that has memory for the hidden states, else on the host."""
-        return tensor.to(self._place)
 
 
 def with_shared_masks(calls: Sequence[LayerCall], masks: list[torch.Tensor]) -> list[LayerCall]:

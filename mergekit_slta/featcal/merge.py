@@ -186,7 +186,8 @@ class FeatureMerge(LayerMethod[Tensors]):
 
     def places_and_weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
-        return batch.join(self.places), batch.join(self.token_weights)
+        places, token_weights = ([of_rows[row] for row in batch.rows] for of_rows in (self.places, self.token_weights))
+        return torch.cat(places), torch.cat(token_weights)
 
     def repeat_layer(
         self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
@@ -377,7 +378,7 @@ class _Layer:
                 for run in (self._run(MERGED, number, group), self._run(OWNER, number, group))
             )
             both = merged, _at_places_of(merged, of_owner)
-            routed.append(tree_map_only(torch.Tensor, self.streams.set_aside, both))
+            routed.append(tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.streams.place), both))
             report(len(batch.rows))
         for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
             if name not in self.stacks:

@@ -12,7 +12,7 @@ import re
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class Model:
     architecture: str  # the model's class as its configuration names it
     prefix: str  # which checkpoints of the bare base model lack
     vocabulary: Any  # how many token ids the model knows; None if it is no language model
+    _layouts: dict[ModelReference, Layout] = field(default_factory=dict, init=False)  # by the base model
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -105,10 +106,6 @@ class Model:
     def size(self, name: str) -> Any:
         """A size by the configuration of the language model, or of the only one."""
         return getattr(self.config.get_text_config(), name, None)
-
-    @cached_property
-    def _layouts(self) -> dict[ModelReference, Layout]:
-        return {}
 
     def layout(self, base: Model) -> Layout:
         """How its checkpoint stores the tensors of the base model."""
