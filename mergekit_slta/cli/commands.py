@@ -293,8 +293,8 @@ def solve(
     default; 0 leaves them out. For the folder of a merge, the defaults of --level, --ridge, --balance and --keep-weight
     are the settings of its recipe.
     """
-    import huggingface_hub
     import torch
+    from huggingface_hub.utils import disable_progress_bars
 
     from mergekit_slta.slta.statistics import Statistics
 
@@ -302,7 +302,7 @@ def solve(
     if recipe_file and Path(recipe_file).exists() and not Path(recipe_file).read_bytes().startswith(b"# Written by"):
         raise SltaError(f"{recipe_file} is a file that this command has not written: name another one.")
     if quiet:
-        huggingface_hub.utils.disable_progress_bars()
+        disable_progress_bars()
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
     chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
