@@ -117,7 +117,8 @@ def _not_as_merged(experiment: Experiment, folder: Path, ours: bool) -> Iterator
 
 def tensor_faults(folder: Path, names: Collection[str], quiet: bool) -> Iterator[str]:
     """Name the tensors of a folder that hold values that are not finite."""
-    loader, broken = LazyTensorLoader.from_disk(str(folder)), list[str]()
+    # mergekit's lazy reader of pickled files does not find what its own writer has written.
+    loader, broken = LazyTensorLoader.from_disk(str(folder), lazy_unpickle=False), list[str]()
     with progress_bar("Verifying", [folder], len(names), quiet) as progress:
         for name in names:
             tensor = loader.get_tensor(name)

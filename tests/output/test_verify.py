@@ -59,6 +59,14 @@ def test_a_sound_merge_needs_its_base_model_alone(llama: Family, merged: tuple[d
     assert note.startswith("Note: tokenizer.json, tokenizer_config.json of ") and str(llama.base) in note
 
 
+@pytest.mark.parametrize("shard", [20_000, 10**9])
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_merge_is_read_back_from_files_of_any_kind(safe: bool, shard: int, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", calibration=False)
+    out = families.merge(content, tmp_path / "out", safe_serialization=safe, out_shard_size=shard)
+    assert check(content, out).problems == () and any(out.glob("*.bin")) != safe
+
+
 def test_an_adapter_as_the_base_model(llama: Family, tmp_path: Path) -> None:
     base = f"{llama.base}+{write_adapter(llama.base, tmp_path / 'adapter')}"
     content = families.recipe(llama, "actmat", calibration=False) | {"base_model": base}
