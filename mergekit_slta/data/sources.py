@@ -244,7 +244,8 @@ class CalibrationSource:
         Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
         """
         is_chat, as_chat = has_chat_template(self.tokenizer), partial(self._render_chat, asks=True)
-        text = record_text(record, "", where=where, render_chat=as_chat if is_chat else _in_lines).text
+        render = as_chat if is_chat else lambda turns, **_: "".join(f"{turn['content']}\n" for turn in turns)
+        text = record_text(record, "", where=where, render_chat=render).text
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
 
@@ -299,10 +300,6 @@ def end_of_turn(tokenizer: Any) -> str | None:
     return max((token for token in tokenizer.get_added_vocab() if after.startswith(token)), key=len, default=None)
 
 
-def _in_lines(turns: Turns, **of_template: object) -> str:
-    return "".join(f"{turn['content']}\n" for turn in turns)
-
-
 # The records of a source
 
 
@@ -339,15 +336,15 @@ def _opened(path: str | Path, newline: str | None = None) -> TextIO:
 
 
 def _read_json(path: str) -> list[Record]:
-    records = list[Record]()
+    records, read = list[Record](), partial(json.loads, parse_constant=lambda _: None)  # pandas writes NaN for nothing
     with _opened(path) as file:
         is_list = next(filter(str.strip, file), "").lstrip().startswith("[")
         file.seek(0)
         if is_list:
-            records = json.load(file)
+            records = read(file.read())
         for number, line in enumerate(() if is_list else file, 1):
             try:
-                records += [json.loads(line)] if line.strip() else []
+                records += [read(line)] if line.strip() else []
             except ValueError as error:
                 raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:

@@ -65,6 +65,7 @@ def test_every_format_gives_the_same_records(source: str, plain_tokenizer: PreTr
 
 CSV = [("007", "1.0"), ("2020-01-01", "true"), ("NA", "null"), ("", "nan"), (' 1"', "x\r\ny"), (200_000 * "x", "")]
 CSV_TEXT = f'a,b\n007,1.0\n2020-01-01,true\nNA,null\n,nan\n" 1""","x\r\ny"\r\n{200_000 * "x"},\n'
+MISSING = '{"a": NaN, "b": [Infinity, 1.5]}'  # as pandas and Python write them, and no other program
 MIXED = [{"a": "2020-01-01", "b": 1}, {"a": [{"q": "x"}, "y"]}, {"c": {"d": 1.0}}]
 LINES = [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three"}]
 
@@ -74,6 +75,8 @@ LINES = [{"text": "one"}, {"text": "  two\x0b\u2028still two "}, {"text": "three
     [
         ("a.csv", CSV_TEXT, [{"a": a, "b": b} for a, b in CSV]),
         ("a.json", json.dumps(MIXED), MIXED),
+        ("a.json", f"[{MISSING}]", [{"a": None, "b": [None, 1.5]}]),
+        ("a.jsonl", MISSING, [{"a": None, "b": [None, 1.5]}]),
         ("a.txt", f"{BOM}one\r\n\n  two\x0b\u2028still two \n \t\nthree", LINES),
     ],
 )
