@@ -39,6 +39,7 @@ from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading
+from mergekit_slta.models.adapters import refuse_adapter_in
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, folder_headers
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -219,12 +220,10 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
     End tokens are its own, its tokenizer's, and the one by which its chat template ends a turn.
     """
     loader = get_auto_cls(experiment.model(checkpoint.reference).architecture)
+    refuse_adapter_in(Path(checkpoint.folder))
     with reading(checkpoint, "cannot be loaded"):
-        model: Any = loader.from_pretrained(
-            checkpoint.folder,  # where an adapter is merged
-            dtype="auto",
-            trust_remote_code=experiment.options.trust_remote_code,
-        )
+        trusted, folder = experiment.options.trust_remote_code, checkpoint.folder  # where an adapter is merged
+        model: Any = loader.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     own, tokenizer = model.generation_config.eos_token_id, source.tokenizer

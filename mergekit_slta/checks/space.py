@@ -18,7 +18,8 @@ from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.featcal.merge import feature_merge_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.headers import ADAPTER_CONFIG, Model, TensorHeader
+from mergekit_slta.models.adapters import refuse_adapter_in
+from mergekit_slta.models.headers import Model, TensorHeader
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import (
     ActmatSettings,
@@ -166,8 +167,7 @@ def require_writable(what: str, path: Path) -> None:
 
 def not_overwritten(models: Iterable[Model], out: Path) -> None:
     """Refuse to write the merged model into the folder of a model that it is made of, or of any adapter."""
-    if (out / ADAPTER_CONFIG).exists():
-        raise SltaError(f"{out} holds an adapter, which transformers would add to the merge: name another folder.")
+    refuse_adapter_in(out)
     for model in models:
         if model.folder is not None and out.exists() and model.folder.samefile(out):
             raise SltaError(f"{out} is the folder of {model}, which the merge would overwrite: name another folder.")

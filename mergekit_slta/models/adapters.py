@@ -68,6 +68,12 @@ def source_files(folder: Path, adapter: Path | None) -> list[Path]:
     ]
 
 
+def refuse_adapter_in(folder: Path) -> None:
+    """Refuse a model's folder that holds an adapter, too: mergekit reads the model alone."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise SltaError(f"{folder} holds an adapter, which transformers would add: move it, or name another folder.")
+
+
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
     folder = hub.folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, CODE), path, cache_dir)
@@ -105,6 +111,7 @@ def merge_adapter(
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     base, adapter = source_folders(self, LoaderCache().hf_cache_dir)
     assert adapter is not None
+    refuse_adapter_in(base)
     content = [fingerprint_of(base, adapter), lora_merge_dtype, sorted(stamps(source_files(base, adapter)).values())]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     part = folder.with_name(f"{folder.name}.partial")
@@ -116,12 +123,9 @@ def merge_adapter(
             return ModelReference(model=ModelPath(path=str(folder)))
         shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
         try:
-            model = get_auto_cls(self.config(trust_remote_code).architectures[0]).from_pretrained(
-                self.model.path,
-                revision=self.model.revision,
-                dtype=dtype_from_name(lora_merge_dtype),
-                trust_remote_code=trust_remote_code,
-            )
+            loader = get_auto_cls(self.config(trust_remote_code).architectures[0])
+            how = {"revision": self.model.revision, "dtype": dtype_from_name(lora_merge_dtype)}
+            model = loader.from_pretrained(self.model.path, trust_remote_code=trust_remote_code, **how)
             tensors = peft.load_peft_weights(str(adapter), device="cpu")
             with_adapter(model, self, adapter, tensors).save_pretrained(part)
             os.replace(part, folder)

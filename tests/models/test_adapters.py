@@ -25,7 +25,7 @@ from support.merging import wrong_tensors
 from support.rounding import rounding, state_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_slta import check, evaluate, verify
+from mergekit_slta import ask, check, evaluate, verify
 from mergekit_slta.checks.models import one_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models import headers
@@ -340,3 +340,15 @@ def test_an_adapter_of_changed_weights_is_refused(start: str, base_of: Any, tmp_
     edit(tmp_path / "adapter", init_lora_weights=start, loftq_config={"loftq_bits": 4})
     with pytest.raises(SltaError, match=f"was trained on weights that 'init_lora_weights: {start}' had changed"):
         examined(base, tmp_path / "adapter")
+
+
+def test_a_model_beside_an_adapter_runs_without_it_or_not_at_all(llama: Family, tmp_path: Path) -> None:
+    """mergekit merges the model of the folder, while transformers loads the adapter, too."""
+    other = write_adapter(llama.base, tmp_path / "adapter")
+    model = shutil.copytree(llama.experts[0], tmp_path / "model")
+    write_adapter(llama.base, model)
+    assert (model / "config.json").exists()
+    with pytest.raises(SltaError, match="model holds an adapter, which transformers would add: move it"):
+        merge_adapter(ModelReference.parse(f"{model}+{other}"), str(tmp_path / "cache"))
+    with pytest.raises(SltaError, match="model holds an adapter, which transformers would add: move it"):
+        ask(model, tmp_path / "answers.jsonl", samples=1, max_new_tokens=4, quiet=True)
