@@ -131,8 +131,6 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     Its adapter is ignored.
     """
     path = reference.model
-    if reference.lora and os.path.isdir(str(reference)):
-        raise SltaError(f"mergekit takes what follows '+' in {reference} for an adapter: rename that folder.")
     folder = local_folder(path, cache_dir)
     if folder is None:
         tensors = hub_headers(path)

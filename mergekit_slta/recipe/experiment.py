@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from functools import cached_property
@@ -86,11 +87,12 @@ class Experiment:
         """A model's configuration and the headers of its files; see ``open_model``."""
         if reference not in self._models:
             options, known = self.options, self._models.get(ModelReference(model=reference.model))
-            self._models[reference] = (
-                dataclasses.replace(known, reference=reference)  # an adapter's base model
-                if known
-                else open_model(reference, options.trust_remote_code, options.transformers_cache)
-            )
+            parts = [part for part in (reference.model, reference.lora) if part]
+            names = {*map(str, (reference, *parts))} - {part.path for part in parts}
+            if folder := next(filter(os.path.isdir, names), ""):
+                raise SltaError(f"mergekit takes the name of the folder {folder} apart at '+' or '@': rename it.")
+            model = known or open_model(reference, options.trust_remote_code, options.transformers_cache)
+            self._models[reference] = dataclasses.replace(model, reference=reference)  # known: an adapter's base model
         return self._models[reference]
 
     @property

@@ -210,8 +210,15 @@ def own_code(named: Any, imports: str = "") -> Edit:
 OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
 
 
-def in_a_folder_with_a_plus(case: Case) -> None:
-    case.name(shutil.copytree(case.expert, case.folder / "a+b"))
+def in_a_folder(name: str, beside: str = "") -> Edit:
+    """The first expert in a folder of that name, beside another one, which mergekit might read instead."""
+
+    def change(case: Case) -> None:
+        if beside:
+            shutil.copytree(case.base, case.folder / beside)
+        case.name(shutil.copytree(case.expert, case.folder / name))
+
+    return change
 
 
 MODELS: Rows = [
@@ -247,7 +254,13 @@ MODELS: Rows = [
         lambda c: c.name(c.base.with_name("bsae")),
         "there is no such folder, did you mean 'base', and it is not the name of a repository.",
     ),
-    (in_a_folder_with_a_plus, "mergekit takes what follows '+' in HERE/a+b for an adapter: rename that folder."),
+    *(
+        (edit, f"mergekit takes the name of the folder HERE/{name} apart at '+' or '@': rename it.")
+        for name, edit in (
+            *((name, in_a_folder(name, beside)) for name in ("a+b", "a@b") for beside in ("", "a")),
+            ("adapter@2", lambda c: c.adapt(c.lora("q_proj").rename(c.folder / "adapter@2"), merged_too=False)),
+        )
+    ),
     (
         lambda c: c.random(config_of("mistral")),
         "The expert HERE/other is a MistralForCausalLM (mistral), the base model BASE a LlamaForCausalLM (llama): ",
