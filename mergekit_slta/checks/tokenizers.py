@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from mergekit.common import ModelReference
+from mergekit.tokenizer.embed import PermutedVocabulary
 
 from mergekit_slta.checks.folder import beside_weights, refuse_links
 from mergekit_slta.data.sources import end_of_turn
@@ -75,11 +77,16 @@ def aligned_rows(experiment: Experiment) -> None:
             f"The recipe's 'tokenizer' changes token ids, but of the two embeddings of {base} mergekit reorders one "
             "(not embed_tokens_per_layer): leave 'tokenizer' out, or merge experts with the base model's ids."
         )
+    settings, places = experiment.recipe.config.tokenizer, aligned.permutations
+    rows = {model: torch.empty(experiment.model(model).vocabulary, 0) for model in places}
+    for token, source in ((settings and settings.tokens) or {}).items():
+        with reading(f"The token {token!r} of the recipe's 'tokenizer'", "gets no row", "name a model that has one"):
+            PermutedVocabulary.compute_default_embedding(None, aligned, rows, places, token, ids[token], source)
     refuse(
         f"The tokenizer of {model} has {listed(lost)} beyond the model's {experiment.model(model).vocabulary} "
-        "embeddings: name another tokenizer in the recipe, or save the model with an embedding for each token."
-        for model, rows in aligned.permutations.items()
-        if (lost := [token for token, index in ids.items() if index not in rows])
+        "embeddings: name another tokenizer, such as 'union', or save the model with an embedding for each token."
+        for model, known in places.items()
+        if (lost := [token for token, index in ids.items() if index not in known])
     )
 
 

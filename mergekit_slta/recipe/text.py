@@ -64,7 +64,11 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
 
 
 def rename(config: MergeConfiguration) -> None:
-    """Give parameters that a recipe calls by an older name their own, in place."""
+    """Give parameters that a recipe calls by an older name their own, in place, and the base model's tokenizer too."""
+    made = config.tokenizer
+    if made and made.tokens and made.source == "base" and config.base_model:
+        # mergekit would take the new tokens for the base model's own, and what pads its embedding for their rows.
+        config.tokenizer = made.model_copy(update={"source": ModelReference(model=config.base_model.model)})
     for _, table, _ in _parameter_tables(config) if config.merge_method == "actmat" else ():
         if isinstance(table, dict) and "scale" in table:
             table.setdefault("lambda", table.pop("scale"))

@@ -31,14 +31,45 @@ def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
     recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": named}}
     if source == beyond == "expert":
         assert only(recipe) == (
-            f"The tokenizer of {folder} has <16> beyond the model's 64 embeddings: name another tokenizer in the "
-            "recipe, or save the model with an embedding for each token."
+            f"The tokenizer of {folder} has <16> beyond the model's 64 embeddings: name another tokenizer, such as "
+            "'union', or save the model with an embedding for each token."
         )
         return
     assert problems(recipe) == []
     merged = families.merge(recipe, tmp_path / "out")
     made = transformers.AutoTokenizer.from_pretrained(merged)
     assert len(load_file(merged / "model.safetensors")["model.embed_tokens.weight"]) >= len(made.get_vocab())
+
+
+@pytest.mark.parametrize(("source", "force"), [("union", True), ("union", False), ("base", False)])
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"source": {"kind": "zero"}}, ""),
+        ({"source": {"kind": "model_token", "model": "EXPERT", "token": "a"}}, ""),
+        ({"source": {"kind": "model_token", "model": "EXPERT", "token_id": 7}}, ""),
+        ({"source": "EXPERT"}, "Token '<new>' not found in model EXPERT"),
+        ({"source": "org/other"}, "Token '<new>' requires a vocabulary weight from model org/other, but that"),
+        ({"source": {"kind": "model_token", "model": "EXPERT", "token": "<no>"}}, "Token '<no>' not found in model"),
+        ({"source": {"kind": "model_token", "model": "EXPERT", "token_id": 640}}, "Token ID 640 out of range for"),
+        ({}, "source=None"),
+    ],
+)
+def test_a_new_token_gets_the_row_that_the_recipe_names_or_is_refused(
+    row: dict[str, Any], why: str, source: str, force: bool, family: Family, tmp_path: Path
+) -> None:
+    """mergekit fails when it writes the embedding, after the models have run."""
+    row = json.loads(json.dumps(row | {"force": force}).replace("EXPERT", str(family.experts[0])))
+    recipe = families.recipe(family, "sftm", calibration=False)
+    recipe["tokenizer"] = {"source": source, "tokens": {"<new>": row}}
+    if why:
+        expected = f"The token '<new>' of the recipe's 'tokenizer' gets no row ({why}"
+        assert only(recipe).startswith(expected.replace("EXPERT", str(family.experts[0])))
+        return
+    assert problems(recipe) == []
+    ids = transformers.AutoTokenizer.from_pretrained(families.merge(recipe, tmp_path / "out")).get_vocab()
+    rows = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert bool(rows[ids["<new>"]].any()) == ("zero" not in str(row))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "gemma3_vision"])
