@@ -336,19 +336,20 @@ def _opened(path: str | Path, newline: str | None = None) -> TextIO:
 
 
 def _read_json(path: str) -> list[Record]:
-    records, read = list[Record](), partial(json.loads, parse_constant=lambda _: None)  # pandas writes NaN for nothing
+    """A list of objects, or objects one after the other, each on a line or on several, as jq writes them."""
+    decoder, values, end = json.JSONDecoder(parse_constant=lambda _: None), list[Any](), 0  # pandas writes NaN
     with _opened(path) as file:
-        is_list = next(filter(str.strip, file), "").lstrip().startswith("[")
-        file.seek(0)
-        if is_list:
-            records = read(file.read())
-        for number, line in enumerate(() if is_list else file, 1):
-            try:
-                records += [read(line)] if line.strip() else []
-            except ValueError as error:
-                raise ValueError(f"no JSON object in line {number}: {getattr(error, 'msg', error)}") from error
+        text = file.read()
+    while begin := re.compile(r"\S").search(text, end):
+        try:
+            value, end = decoder.raw_decode(text, begin.start())
+        except ValueError as error:
+            line = 1 + text.count("\n", 0, begin.start())
+            raise ValueError(f"no JSON object in line {line}: {error}") from error
+        values.append(value)
+    records: list[Record] = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
-        raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one on each line or in a list")
+        raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one after the other or in a list")
     return records
 
 
