@@ -124,7 +124,7 @@ class Recipe:
         try:
             self.text, self.content = text, yaml.load(text, Loader)
         except Exception as error:  # YAML's tags may raise errors of any kind
-            raise SltaError(*f"{name} is not valid YAML: {yaml_fault(error)}".split("\n")) from None
+            raise SltaError(*f"{name} {yaml_fault(error)}".split("\n")) from None
         if self.content is None:
             raise SltaError(f"{name} is empty: write a recipe, or have `mergekit-slta new` print one to start from.")
         try:

@@ -102,10 +102,12 @@ class Loader(yaml.SafeLoader):
 
 def yaml_fault(error: Exception) -> str:
     """An error of the YAML parser: what it says and where, and the line with a caret below it."""
+    if getattr(error, "problem", None) == "but found another document":
+        return "holds several recipes, divided by '---': run mergekit-multi on it, or give each a file of its own."
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None or mark.buffer is None:
-        return f"{one_line(error)}."
-    return f"{error.problem}, in line {mark.line + 1}:\n{mark.get_snippet(indent=2, max_length=110)}"
+        return f"is not valid YAML: {one_line(error)}."
+    return f"is not valid YAML: {error.problem}, in line {mark.line + 1}:\n{mark.get_snippet(indent=2, max_length=110)}"
 
 
 def misshapen(error: ValidationError) -> str:

@@ -117,7 +117,7 @@ REPEATED = "repeated (write it once: only the last would count), in line"
     ("text", "said"),
     [
         ("a: [", "is not valid YAML"),
-        ("a: 1\n---\na: 2", "is not valid YAML: but found another document, in line 2:\n  ---\n  ^\n"),
+        ("a: 1\n---\na: 2", "holds several recipes, divided by '---': run mergekit-multi on it, or give each a file"),
         ("a: [1\nb: 2", "expected ',' or ']', but got ':', in line 2:\n  b: 2\n   ^\n"),
         ("a:\n\tb: 2", "is not valid YAML: found character '\\t' that cannot start any token, in line 2:"),
         ("template: {q} {a}", "line 1:\n  template: {q} {a}\n                ^\n"),
