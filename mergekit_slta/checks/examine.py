@@ -20,7 +20,7 @@ from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of, as_note, printable
+from mergekit_slta.errors import SltaError, all_of, as_note, printable, refuse
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.models.architecture import left_out_by_mergekit
@@ -157,6 +157,8 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(groups_by_layer, experiment.decoder)  # which refuses layers that cannot be run one at a time
     if not merging:
         return
+    if recipe.in_slices:
+        yield lambda: refuse(models.sound_slices(experiment))
     yield partial(models.complete_checkpoints, experiment.models, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
         yield partial(tokenizers.same_vocabulary, experiment, expert.reference)

@@ -17,11 +17,12 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import NO_FOLDER, adapter_folder, names_in, target_of, with_adapter
-from mergekit_slta.models.architecture import vocabulary_axes
+from mergekit_slta.models.architecture import architecture_of, known_architecture, vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
 from mergekit_slta.models.headers import Model, adapter_weights, file_headers
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import output_slices
 from mergekit_slta.words import listed
 
 PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # entries that count heads for further tokens
@@ -122,6 +123,30 @@ def _same_architecture(base: Model, expert: Model) -> None:
             f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
             f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
         )
+
+
+def sound_slices(experiment: Experiment) -> Iterator[str]:
+    """What mergekit cannot merge of a recipe's slices and modules; to a module's models it adds the base model."""
+    config, model = experiment.recipe.config, experiment.model(experiment.recipe.base)
+    known = known_architecture(model.config) or architecture_of(model.layout(model), model.tensors, model.config)
+    depths = {name: part.architecture.num_layers(model.config) for name, part in known.modules.items()}
+    for name, part in (config.modules or {}).items():
+        if name not in depths:
+            yield f"mergekit knows no module '{name}' of {model}: write {' or '.join(depths)}."
+        elif part.models and {entry.model for entry in part.models} <= {model.reference}:
+            yield f"The module {name} has no expert: list one beside the base model {model}."
+    if config.slices and len(depths) > 1:
+        yield f"The slices name none of the modules of {model}: write them under 'modules', in {' or '.join(depths)}."
+    for where, module, output in output_slices(config):
+        base, names = output.base_model or model.reference, [source.model for source in output.sources]
+        ranges, depth = [source.layer_range for source in output.sources], depths.get(module or next(iter(depths)))
+        shown = ", ".join(str([*layers]) for layers in ranges)
+        if not {base} < {*names} or len({*names}) < len(names):
+            yield f"In {where}, list the base model {base} and an expert, each once; 'weight: 0' takes none of it."
+        elif len({end - begin for begin, end in ranges}) > 1:
+            yield f"In {where}, the layer ranges {shown} differ in length: give all its models as many layers."
+        elif depth is not None and not all(0 <= begin <= end <= depth for begin, end in ranges):
+            yield f"In {where}, a layer range of {shown} is not within [0, {depth}], the layers of {model}: correct it."
 
 
 # Checkpoints

@@ -5,7 +5,7 @@ Other rooms read a method's properties here (does it run models? the experts too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from mergekit.common import ModelReference
@@ -221,13 +221,16 @@ def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:
 def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | InputSliceDefinition]:
     """Every mention of a model under ``models``, ``slices`` or ``modules``, in the recipe's order."""
     of_modules = (entry for module in (config.modules or {}).values() for entry in module.models or [])
-    of_slices = (source for output in output_slices(config) for source in output.sources)
+    of_slices = (source for _, _, output in output_slices(config) for source in output.sources)
     return [*(config.models or []), *of_modules, *of_slices]
 
 
-def output_slices(config: MergeConfiguration) -> list[OutputSliceDefinition]:
-    modules = (config.modules or {}).values()
-    return [*(config.slices or []), *(output for module in modules for output in module.slices or [])]
+def output_slices(config: MergeConfiguration) -> Iterator[tuple[str, str, OutputSliceDefinition]]:
+    """Every slice: its name in messages, its module, which is empty if the recipe names none, and what it holds."""
+    modules = {"": config.slices, **{name: module.slices for name, module in (config.modules or {}).items()}}
+    for module, outputs in modules.items():
+        for number, output in enumerate(outputs or [], 1):
+            yield f"slice {number}" + f" of the module {module}" * bool(module), module, output
 
 
 def expert_references(config: MergeConfiguration) -> list[ModelReference]:

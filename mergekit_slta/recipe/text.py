@@ -46,7 +46,7 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     yield from _keys(content, settings)
     method = settings.method
     if not config.base_model:
-        yield f"The recipe has no base_model: '{method}' needs the model that the experts were fine-tuned from."
+        yield f"The recipe has no base_model: '{method}' needs, beside 'merge_method', what the experts are made from."
     if settings.runs_models and (config.slices or config.modules):
         yield f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
     yield from _inputs(config)
@@ -64,7 +64,9 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
 
 
 def rename(config: MergeConfiguration) -> None:
-    """Give parameters that a recipe calls by an older name their own, in place, and the base model's tokenizer too."""
+    """Give parameters of an older name their own, in place, and the base model's tokenizer; find the base of slices."""
+    if not config.base_model and len(bases := {output.base_model for _, _, output in output_slices(config)}) == 1:
+        config.base_model = bases.pop()
     made = config.tokenizer
     if made and made.tokens and made.source == "base" and config.base_model:
         # mergekit would take the new tokens for the base model's own, and what pads its embedding for their rows.
@@ -79,8 +81,8 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
     yield "the recipe's parameters", config.parameters or {}, None
     for name, module in (config.modules or {}).items():
         yield f"the parameters of the module {name}", module.parameters or {}, None
-    for output in output_slices(config):
-        yield "the parameters of a slice", output.parameters or {}, None
+    for where, _, output in output_slices(config):
+        yield f"the parameters of {where}", output.parameters or {}, None
     for entry in model_inputs(config):
         yield f"{OF_MODEL}{entry.model}", entry.parameters or {}, entry.model
 

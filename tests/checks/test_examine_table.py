@@ -498,22 +498,33 @@ def reporting(case: Case) -> None:
     case.recipe["parameters"]["report"] = f"{case.folder}/file"
 
 
-def in_slices(*ranges: tuple[int, int]) -> Edit:
-    """Layers of a model whose configuration lists the kind of each one."""
+def in_slices(*ranges: tuple[int, int], edit: Callable[[Any, list[Any]], object] = lambda recipe, last: None) -> Edit:
+    """Layers of a model whose configuration lists the kind of each one; ``last`` are the sources of the last slice."""
 
     def change(case: Case) -> None:
         case.of("qwen3").use("actmat")
         names = [case.recipe["base_model"], *(entry["model"] for entry in case.recipe.pop("models"))]
         sources = [[{"model": name, "layer_range": list(layers)} for name in names] for layers in ranges]
         case.recipe["slices"] = [{"sources": own} for own in sources]
+        edit(case.recipe, sources[-1])
 
     return change
+
+
+def in_module(name: str) -> Edit:
+    return in_slices((0, 3), edit=lambda recipe, _: recipe.update(modules={name: {"slices": recipe.pop("slices")}}))
+
+
+def with_its_base(recipe: Any, _: object) -> None:
+    """The base model named by the slice alone."""
+    recipe["slices"][0]["base_model"] = recipe.pop("base_model")
 
 
 CUT = {"options": {"unsafe_truncate_embeddings": True}}
 GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
+LIST = "list the base model BASE and an expert, each once; 'weight: 0' takes none of it."
 IDS = "The tokenizers of the expert EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
 SIZES = "The expert HERE/other has a vocabulary of 66 tokens, the base model BASE one of 64"
 OTHERS: Rows = [
@@ -532,6 +543,15 @@ OTHERS: Rows = [
     ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
+    (in_slices((0, 2), (2, 3), edit=lambda _, last: last.pop(0)), f"In slice 2, {LIST}"),
+    (in_slices((0, 2), (2, 3), edit=lambda _, last: last.__delitem__(slice(1, None))), f"In slice 2, {LIST}"),
+    (in_slices((0, 2), edit=lambda _, last: last.append(last[1])), f"In slice 1, {LIST}"),
+    (
+        in_slices((0, 2), edit=lambda _, last: last[1].update(layer_range=[1, 2])),
+        "In slice 1, the layer ranges [0, 2], [1, 2], [0, 2] differ in length: give all its models as many layers.",
+    ),
+    *((in_slices((0, 2), r), "is not within [0, 3], the layers of BASE") for r in ((2, 4), (-1, 1), (2, 1))),
+    (in_module("text"), "mergekit knows no module 'text' of BASE: write default."),
     (reporting, "'report: HERE/file' cannot be created"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
@@ -619,7 +639,9 @@ def the_experts_chat_template(case: Case) -> None:
         lambda c: of_one_name(c.use("featcal")),
         statistics("HERE/new/stats.safetensors"),
         a_new_token,
-        in_slices((1, 3), (0, 1)),
+        in_slices((1, 3), (0, 1), (3, 3)),
+        in_slices((0, 2), edit=with_its_base),
+        in_module("default"),
         other_ids(**ALIGNED),
         other_size(**ALIGNED),
         other_size(tokenizer_source="union"),
