@@ -169,8 +169,14 @@ def _parameters(
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             fix = "; put all prompts into one file" if name == "calibration" else ""
             yield f"'{name}'", f" must be one value for the whole merge, not a list or a filter{fix}."
+        elif type(specs[name].default) is int and any(isinstance(p, list) and len({*p}) > 1 for p in _values(setting)):
+            yield (
+                f"'{name}'",
+                " is a whole number, and a list makes mergekit take fractions: write one value, or filters.",
+            )
         else:
-            for value in {repr(value): value for value in _values(setting)}.values():  # 1.0 and true are equal
+            values = [value for part in _values(setting) for value in (part if isinstance(part, list) else [part])]
+            for value in {repr(value): value for value in values}.values():  # 1.0 and true are equal
                 try:
                     specs[name].validate(value)
                 except SltaError as error:
@@ -188,15 +194,10 @@ def without_calibration(models: Sequence[str], base: str) -> str:
     )
 
 
-def _values(setting: Any) -> Iterator[Any]:
-    """The single values in a setting, which may be a value, a gradient or filters."""
-    if isinstance(setting, ConditionalParameter):
-        yield from _values(setting.value)
-    elif isinstance(setting, list):
-        for part in setting:
-            yield from _values(part)
-    else:
-        yield setting
+def _values(setting: Any) -> list[Any]:
+    """The values in a setting, several where it has filters; a gradient is a list."""
+    filtered = isinstance(setting, list) and all(isinstance(part, ConditionalParameter) for part in setting)
+    return [getattr(part, "value", part) for part in (setting if filtered else [setting])]
 
 
 def _of_mergekit(config: MergeConfiguration) -> Iterator[str]:

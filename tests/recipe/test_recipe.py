@@ -105,6 +105,10 @@ FAULTS = [
         content("sftm", parameters={"density": [{"filter": "mlp", "value": [0.1, 3]}, {"value": 0.2}]}),
         f"'density' {SHARED} should be less than or equal to 1, not 3",
     ),
+    *(
+        (content("sftm", parameters={"rank": rank}), f"'rank' {SHARED} is a whole number, and a list makes mergekit")
+        for rank in ([1, 8], [{"filter": "mlp", "value": [4, 4, 2]}, {"value": 0}])
+    ),
     (under_expert(calibraton="x"), f"Unknown parameter 'calibraton' {OWN}, did you mean 'calibration'?"),
     (under_expert(zzz=1), f"Unknown parameter 'zzz' {OWN}; the known ones are calibration,"),
     (under_expert(level="layer"), f"'level' {OWN} has no effect: it is one value for the whole merge"),
