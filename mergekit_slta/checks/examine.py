@@ -35,6 +35,7 @@ from mergekit_slta.recipe.settings import (
     base_parameters,
     has_adapters,
 )
+from mergekit_slta.recipe.text import idle_filters
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
@@ -253,6 +254,9 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
             "only 'featcal' and 'slta' keep the base model's abilities."
         )
+    if not settings.runs_models:
+        built = base.built if recipe.in_slices or base.reference.lora else None  # mergekit has transformers' names
+        yield from dict.fromkeys(idle_filters(config, {*base.tensors, *(built.state_dict() if built else ())}))
     for expert in experiment.models[1:]:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)

@@ -6,7 +6,7 @@ import importlib.resources
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,22 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
         yield f"the parameters of {where}", output.parameters or {}, None
     for entry in model_inputs(config):
         yield f"{OF_MODEL}{entry.model}", entry.parameters or {}, entry.model
+
+
+def idle_filters(config: MergeConfiguration, names: Collection[str]) -> Iterator[str]:
+    """Filters that choose no tensor's value; mergekit takes the first that is part of the tensor's name."""
+    for _, table, _ in _parameter_tables(config):
+        for parameter, setting in table.items():
+            left = {*names}
+            for part in setting if isinstance(setting, list) else [setting]:
+                of_all = (text := getattr(part, "filter", None)) in (None, "*")
+                chosen = {name for name in left if of_all or text in name}
+                # mergekit numbers the layers of slices anew.
+                if not of_all and not chosen and (config.models or not any(map(str.isdigit, text))):
+                    taken = any(text in name for name in names)
+                    why = "an earlier value takes its tensors" if taken else "no tensor's name contains it as it stands"
+                    yield f"The filter '{text}' of '{parameter}' has no effect: {why}."
+                left -= chosen
 
 
 class Loader(yaml.SafeLoader):

@@ -669,6 +669,10 @@ def half(dtype: str | None) -> Edit:
     return change
 
 
+def filtered(*filters: str | None) -> Edit:
+    return lambda case: case.use("sftm", density=[{"filter": own, "value": 0.5} for own in filters])
+
+
 ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "rms_norm_eps": 1e-3}
 DIFFERS = (
     "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, "
@@ -688,6 +692,17 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
+        *(
+            (filtered(*filters), note)
+            for filters, note in [
+                (["mlp", "*"], ""),
+                (["layers.1.", "layers", None], ""),
+                ([r"mlp\..*", None], "The filter 'mlp\\..*' of 'density' has no effect: no tensor's name contains it"),
+                (["mlp", "self_atn"], "The filter 'self_atn' of 'density' has no effect: no tensor's name contains it"),
+                ([None, "mlp"], "The filter 'mlp' of 'density' has no effect: an earlier value takes its tensors"),
+                (["mlp", "down_proj"], "The filter 'down_proj' of 'density' has no effect: an earlier value takes"),
+            ]
+        ),
         (lambda c: c.of("bloom").use("featcal"), "No map corrects what earlier layers have missed in the layers 0"),
         (
             lambda c: c.use("actmat").adapt(c.lora("q_proj")),
