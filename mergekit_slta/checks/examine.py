@@ -62,11 +62,7 @@ class Findings:
     __repr__ = __str__
 
 
-def check(
-    recipe: RecipeOrFile,
-    out_path: str | os.PathLike[str] | None = None,
-    **options: Unpack[Options],
-) -> Findings:
+def check(recipe: RecipeOrFile, out_path: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> Findings:
     """Find everything that is wrong with a recipe, from configurations, file headers and prompts; read no tensors.
 
     Args:
@@ -254,9 +250,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
             "only 'featcal' and 'slta' keep the base model's abilities."
         )
-    if not settings.runs_models:
-        built = base.built if recipe.in_slices or base.reference.lora else None  # mergekit has transformers' names
-        yield from dict.fromkeys(idle_filters(config, {*base.tensors, *(built.state_dict() if built else ())}))
+    # mergekit may call the tensors of slices otherwise.
+    yield from dict.fromkeys(() if recipe.in_slices else idle_filters(config, base.tensors))
     for expert in experiment.models[1:]:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)

@@ -126,27 +126,20 @@ def _same_architecture(base: Model, expert: Model) -> None:
 
 
 def sound_slices(experiment: Experiment) -> Iterator[str]:
-    """What mergekit cannot merge of a recipe's slices and modules; to a module's models it adds the base model."""
+    """What mergekit cannot merge of a recipe's slices and modules."""
     config, model = experiment.recipe.config, experiment.model(experiment.recipe.base)
     known = known_architecture(model.config) or architecture_of(model.layout(model), model.tensors, model.config)
     depths = {name: part.architecture.num_layers(model.config) for name, part in known.modules.items()}
-    for name, part in (config.modules or {}).items():
-        if name not in depths:
-            yield f"mergekit knows no module '{name}' of {model}: write {' or '.join(depths)}."
-        elif part.models and {entry.model for entry in part.models} <= {model.reference}:
-            yield f"The module {name} has no expert: list one beside the base model {model}."
-    if config.slices and len(depths) > 1:
-        yield f"The slices name none of the modules of {model}: write them under 'modules', in {' or '.join(depths)}."
+    if unknown := {*(config.modules or ["slices"] * (len(depths) > 1))} - {*depths}:
+        yield f"mergekit knows {' and '.join(depths)} under 'modules' of {model}, not {listed(sorted(unknown))}."
     for where, module, output in output_slices(config):
         base, names = output.base_model or model.reference, [source.model for source in output.sources]
-        ranges, depth = [source.layer_range for source in output.sources], depths.get(module or next(iter(depths)))
-        shown = ", ".join(str([*layers]) for layers in ranges)
+        ranges, depth = [[*source.layer_range] for source in output.sources], depths.get(module, max(depths.values()))
+        lengths = {end - begin if 0 <= begin <= end <= depth else -1 for begin, end in ranges}
         if not {base} < {*names} or len({*names}) < len(names):
             yield f"In {where}, list the base model {base} and an expert, each once; 'weight: 0' takes none of it."
-        elif len({end - begin for begin, end in ranges}) > 1:
-            yield f"In {where}, the layer ranges {shown} differ in length: give all its models as many layers."
-        elif depth is not None and not all(0 <= begin <= end <= depth for begin, end in ranges):
-            yield f"In {where}, a layer range of {shown} is not within [0, {depth}], the layers of {model}: correct it."
+        elif len(lengths) > 1 or -1 in lengths:
+            yield f"In {where}, give all models layer ranges of one length, within [0, {depth}], instead of {ranges}."
 
 
 # Checkpoints

@@ -88,12 +88,10 @@ class SltaSettings(CalibrationSettings):
         "expert's task."
     )
     level: Level = Field(
-        default="attn_mlp",
-        description="the size of a submodule: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`",
+        default="attn_mlp", description="the size of a submodule: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`"
     )
     balance: bool = Field(
-        default=True,
-        description="every prompt counts the same; `false`: long prompts and large changes count more",
+        default=True, description="every prompt counts the same; `false`: long prompts and large changes count more"
     )
     ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
     statistics: str = Field(
@@ -135,8 +133,7 @@ def has_adapters(models: Iterable[object]) -> bool:
 
 class ActmatExpert(Parameters):
     weight: Annotated[FiniteFloat, Field(ge=0)] = Field(
-        default=1.0,
-        description="how much the expert counts, compared with the others; 0 leaves it out",
+        default=1.0, description="how much the expert counts, compared with the others; 0 leaves it out"
     )
 
 
@@ -161,8 +158,7 @@ class ActmatSettings(MethodSettings):
 class SftmExpert(Parameters):
     weight: FiniteFloat = Field(default=1.0, description="multiplies the expert's change")
     density: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.2,
-        description="η, the share of the expert's changes to take, the largest first; above 0, at most 1",
+        default=0.2, description="η, the share of the expert's changes to take, the largest first; above 0, at most 1"
     )
 
 
@@ -227,8 +223,8 @@ def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | Inpu
 
 def output_slices(config: MergeConfiguration) -> Iterator[tuple[str, str, OutputSliceDefinition]]:
     """Every slice: its name in messages, its module, which is empty if the recipe names none, and what it holds."""
-    modules = {"": config.slices, **{name: module.slices for name, module in (config.modules or {}).items()}}
-    for module, outputs in modules.items():
+    slices = {"": config.slices, **{name: module.slices for name, module in (config.modules or {}).items()}}
+    for module, outputs in slices.items():
         for number, output in enumerate(outputs or [], 1):
             yield f"slice {number}" + f" of the module {module}" * bool(module), module, output
 

@@ -89,18 +89,12 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
 
 def idle_filters(config: MergeConfiguration, names: Collection[str]) -> Iterator[str]:
     """Filters that choose no tensor's value; mergekit takes the first that is part of the tensor's name."""
-    for _, table, _ in _parameter_tables(config):
-        for parameter, setting in table.items():
-            left = {*names}
-            for part in setting if isinstance(setting, list) else [setting]:
-                of_all = (text := getattr(part, "filter", None)) in (None, "*")
-                chosen = {name for name in left if of_all or text in name}
-                # mergekit numbers the layers of slices anew.
-                if not of_all and not chosen and (config.models or not any(map(str.isdigit, text))):
-                    taken = any(text in name for name in names)
-                    why = "an earlier value takes its tensors" if taken else "no tensor's name contains it as it stands"
-                    yield f"The filter '{text}' of '{parameter}' has no effect: {why}."
-                left -= chosen
+    for name, setting in (item for _, table, _ in _parameter_tables(config) for item in table.items()):
+        values = setting if isinstance(setting, list) else [setting]
+        filters = [getattr(value, "filter", None) or "*" for value in values]
+        chosen = {next((text for text in filters if text == "*" or text in tensor), "*") for tensor in names}
+        for text in sorted({*filters} - {"*", *chosen}):
+            yield f"The filter '{text}' of '{name}' has no effect: no tensor is left that has it in its name."
 
 
 class Loader(yaml.SafeLoader):

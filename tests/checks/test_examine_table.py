@@ -373,10 +373,7 @@ ADAPTERS: Rows = [
         "BASE+HERE/adapter is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER.",
     ),
     (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
-    (
-        lora_of("llama", hidden_size=64),
-        not_fit("model.layers.0"),
-    ),
+    (lora_of("llama", hidden_size=64), not_fit("model.layers.0")),
     (
         lambda c: c.adapt(edit(c.lora(), r=10**9)),
         "The adapter HERE/adapter has the rank 1000000000 in its adapter_config.json, and smaller matrices: get ",
@@ -525,15 +522,13 @@ GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
 LIST = "list the base model BASE and an expert, each once; 'weight: 0' takes none of it."
+RANGES = "give all models layer ranges of one length, within [0, 3], instead of"
 IDS = "The tokenizers of the expert EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
 SIZES = "The expert HERE/other has a vocabulary of 66 tokens, the base model BASE one of 64"
 OTHERS: Rows = [
     (more_tokens, "but the model has only 64 embeddings"),
     (other_size(), f"{SIZES}: {ALIGN}"),
-    (
-        other_size("featcal"),
-        f"{SIZES}: if the expert can do without its added tokens, save it with 64",
-    ),
+    (other_size("featcal"), f"{SIZES}: if the expert can do without its added tokens, save it with 64"),
     (other_size("featcal", **ALIGNED), f"{SIZES}: if the expert can do without its added tokens"),
     (other_ids(), f"{IDS}: {ALIGN}"),
     (lambda c: other_ids()(c.run(**CUT)), f"{IDS}: {ALIGN}"),
@@ -548,10 +543,10 @@ OTHERS: Rows = [
     (in_slices((0, 2), edit=lambda _, last: last.append(last[1])), f"In slice 1, {LIST}"),
     (
         in_slices((0, 2), edit=lambda _, last: last[1].update(layer_range=[1, 2])),
-        "In slice 1, the layer ranges [0, 2], [1, 2], [0, 2] differ in length: give all its models as many layers.",
+        f"In slice 1, {RANGES} [[0, 2], [1, 2], [0",
     ),
-    *((in_slices((0, 2), r), "is not within [0, 3], the layers of BASE") for r in ((2, 4), (-1, 1), (2, 1))),
-    (in_module("text"), "mergekit knows no module 'text' of BASE: write default."),
+    *((in_slices((0, 2), r), f"In slice 2, {RANGES} [[{r[0]}, {r[1]}], [") for r in ((2, 4), (-1, 1), (2, 1))),
+    (in_module("text"), "mergekit knows default under 'modules' of BASE, not text."),
     (reporting, "'report: HERE/file' cannot be created"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
@@ -568,6 +563,10 @@ OTHERS: Rows = [
         "too little for the merged model (about 60 GB) and the solved layers (about ",
     ),
 ]
+
+
+def filtered(filters: Any) -> Edit:
+    return lambda case: case.use("sftm", density=[{"filter": own, "value": 0.5} for own in filters])
 
 
 def short(value: object) -> str:
@@ -669,10 +668,6 @@ def half(dtype: str | None) -> Edit:
     return change
 
 
-def filtered(*filters: str | None) -> Edit:
-    return lambda case: case.use("sftm", density=[{"filter": own, "value": 0.5} for own in filters])
-
-
 ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "rms_norm_eps": 1e-3}
 DIFFERS = (
     "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, "
@@ -692,16 +687,10 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
+        *((filtered(own), "") for own in (["mlp", "*"], ["layers.1.", "layers", None])),
         *(
-            (filtered(*filters), note)
-            for filters, note in [
-                (["mlp", "*"], ""),
-                (["layers.1.", "layers", None], ""),
-                ([r"mlp\..*", None], "The filter 'mlp\\..*' of 'density' has no effect: no tensor's name contains it"),
-                (["mlp", "self_atn"], "The filter 'self_atn' of 'density' has no effect: no tensor's name contains it"),
-                ([None, "mlp"], "The filter 'mlp' of 'density' has no effect: an earlier value takes its tensors"),
-                (["mlp", "down_proj"], "The filter 'down_proj' of 'density' has no effect: an earlier value takes"),
-            ]
+            (filtered(own), f"The filter '{own[1]}' of 'density' has no effect: ")
+            for own in (["mlp", r"q_proj.*"], ["mlp", "self_atn", None], [None, "mlp"], ["mlp", "down_proj"])
         ),
         (lambda c: c.of("bloom").use("featcal"), "No map corrects what earlier layers have missed in the layers 0"),
         (
