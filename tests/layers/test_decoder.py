@@ -113,10 +113,7 @@ _VISION = _TINY | {"image_size": 16, "patch_size": 8}
             "language_model",
         ),
         # It runs on text alone, and moves the tokens to its first tensor's device, which is an image tower's.
-        (
-            transformers.Idefics3Config(text_config=families.config_of("llama").to_dict(), vision_config=_VISION),
-            "",
-        ),
+        (transformers.Idefics3Config(text_config=families.config_of("llama").to_dict(), vision_config=_VISION), ""),
     ],
     ids=["blip-2", "idefics3"],
 )

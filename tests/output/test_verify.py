@@ -115,14 +115,8 @@ def test_a_merge_by_mergekits_own_method(llama: Family, tmp_path: Path, sliced: 
         (lambda own: own.update({QUERY: own[QUERY].float()}), OTHERS),
         (lambda own: own.update({QUERY: own[QUERY].to(torch.int8)}), OTHERS),
         (lambda own: own.update({QUERY: own[QUERY][1:].clone()}), f"{QUERY} have other shapes than the folder's"),
-        (
-            lambda own: own[QUERY][0, :2].fill_(torch.nan),
-            f"Tensors have values that are not finite: {QUERY} (2); mer",
-        ),
-        (
-            lambda own: [tensor.fill_(torch.nan) for tensor in own.values()],
-            " and 27 more; merge in 'dtype: float32'.",
-        ),
+        (lambda own: own[QUERY][0, :2].fill_(torch.nan), f"Tensors have values that are not finite: {QUERY} (2); mer"),
+        (lambda own: [tensor.fill_(torch.nan) for tensor in own.values()], " and 27 more; merge in 'dtype: float32'."),
         (lambda own: own[QUERY].add_(1.0), OTHERS),
     ],
 )

@@ -12,12 +12,7 @@ from support.families import Family
 from support.processes import TIMEOUT
 
 WIDTH = 384
-WIDE = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 1024,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-}
+WIDE = {"hidden_size": WIDTH, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 6}
 MIXTURE_WIDTH = 256
 STACK = 2**24  # bytes in float32
 TASKS = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]

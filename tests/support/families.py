@@ -220,10 +220,7 @@ MULTIMODAL: Table = {
     "qwen3_5_moe": ("Qwen3_5MoeConfig", _QWEN3_5),
     "qwen3_vl": (
         "Qwen3VLConfig",
-        {
-            "text_config": {"rope_parameters": _INTERLEAVED},
-            "vision_config": {"deepstack_visual_indexes": [0, 1, 2]},
-        },
+        {"text_config": {"rope_parameters": _INTERLEAVED}, "vision_config": {"deepstack_visual_indexes": [0, 1, 2]}},
     ),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", {"text_config": {"rope_parameters": _MROPE}}),
     # Prompts beside images are seen as a whole, text alone is not.

@@ -60,19 +60,9 @@ GROUPS: dict[str, Groups] = {
         *(group for path in ("mamba", "mamba_decoder.mamba") for group in _in(path, ("in_proj",), ("out_proj",))),
     ),
     "gpt2": (("attn.c_attn",), ("attn.c_proj",), ("mlp.c_fc",), ("mlp.c_proj",)),
-    "gpt_neox": (
-        ("attention.query_key_value",),
-        ("attention.dense",),
-        ("mlp.dense_h_to_4h",),
-        ("mlp.dense_4h_to_h",),
-    ),
+    "gpt_neox": (("attention.query_key_value",), ("attention.dense",), ("mlp.dense_h_to_4h",), ("mlp.dense_4h_to_h",)),
     "phi3": (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
-    "opt": (
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        ("self_attn.out_proj",),
-        ("fc1",),
-        ("fc2",),
-    ),
+    "opt": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.out_proj",), ("fc1",), ("fc2",)),
 }
 
 # The maps whose output is added to the residual stream, and the modules of the layer that have added theirs before; of

@@ -127,10 +127,7 @@ def float64() -> Iterator[None]:
 
 
 # Language towers of multimodal models, by the keys of ``families.MULTIMODAL``.
-_TOWER: dict[str, Any] = {
-    "layers": "model.language_model.layers",
-    "language": ("model.language_model.", "lm_head."),
-}
+_TOWER: dict[str, Any] = {"layers": "model.language_model.layers", "language": ("model.language_model.", "lm_head.")}
 SPLITS |= {
     **dict.fromkeys(("qwen3_vl", "qwen2_5_vl", "mistral3", "paligemma", "qwen3_5", "qwen3_5_moe"), Split(**_TOWER)),
     "gemma4_vision": replace(SPLITS["gemma4"], **_TOWER),
@@ -512,12 +509,7 @@ def solve(measured: Mapping[str, Deltas], **settings: Any) -> dict[str, torch.Te
 # Merged tensors
 
 
-def merged(
-    models: Models,
-    alpha: Mapping[str, torch.Tensor],
-    level: str,
-    split: Split,
-) -> dict[str, torch.Tensor]:
+def merged(models: Models, alpha: Mapping[str, torch.Tensor], level: str, split: Split) -> dict[str, torch.Tensor]:
     """Every tensor of the merged model, by the names of ``state_dict``, in float64.
 
     A tensor that several layers share takes the mean of their weights.
