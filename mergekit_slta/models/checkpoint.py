@@ -33,10 +33,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        reference: ModelReference,
-        config: transformers.PretrainedConfig,
-        trust_remote_code: bool = False,
+        self, reference: ModelReference, config: transformers.PretrainedConfig, trust_remote_code: bool = False
     ) -> None:
         cache = LoaderCache()
         self.reference = reference

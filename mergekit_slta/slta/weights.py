@@ -28,11 +28,7 @@ class TensorWeights:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        level: str,
-        solutions: Mapping[str, SubmoduleSolution],
-        layout: Layout,
+        self, decoder: Decoder, level: str, solutions: Mapping[str, SubmoduleSolution], layout: Layout
     ) -> None:
         self.decoder = decoder
         self.layout = layout
