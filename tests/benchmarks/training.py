@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, be_quiet, known_rows, load, mean_state, write_result
+from common import CACHE, autocast, be_quiet, known_rows, load, mean_state, write_result
 from peft import LoraConfig, get_peft_model
 from real_family import PRETRAINED, SYSTEM, answer_logits, evaluate, tokenize, train_family, write_model
 from real_tasks import TASKS
@@ -83,7 +83,7 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
     optimizer = torch.optim.AdamW((p for p in student.parameters() if p.requires_grad), lr=rate, weight_decay=0.0)
     best, kept, seconds = float("inf"), {}, 0.0
     for step, numbers in enumerate(_draws(len(data)), 1):
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             logits, tokens = answer_logits(_body(student), [data[number][1] for number in numbers])
         targets = torch.cat([probabilities[number] for number in numbers]) if probabilities else tokens
         torch.nn.functional.cross_entropy(logits.float(), targets).backward()

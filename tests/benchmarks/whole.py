@@ -8,7 +8,7 @@ changes the base model by matrices of low rank. Each merge is a process of its o
 layers are finished, and started again; ``actmat`` has nothing to go on from and runs once. Memory is anonymous memory,
 without the files that are mapped. The floor is one forward pass of each model over its prompts, in float32.
 
-Writes whole.json after every method, and prints the table of docs/performance.md from it.
+Writes a result after every method, beside the rows of methods that ran before, and prints rows of docs/performance.md.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 import torch
-from common import CACHE, SHAPES, VERSIONS, be_quiet, load, wait_for, write_models, write_samples
+from common import CACHE, SHAPES, be_quiet, known_rows, load, wait_for, write_models, write_result, write_samples
 
 from mergekit_slta.checks.space import needs
 from mergekit_slta.data.sources import CalibrationData
@@ -37,7 +37,6 @@ from mergekit_slta.recipe.experiment import Experiment
 
 EXPERTS = 3
 METHODS = ("slta", "featcal", "actmat")
-RESULTS = Path(__file__).with_suffix(".json")
 
 
 @click.command()
@@ -50,28 +49,27 @@ RESULTS = Path(__file__).with_suffix(".json")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=CACHE, help="For checkpoints, which stay there.")
 @click.option("--profile", type=click.Path(path_type=Path), help="A folder for Python's profile of each process.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
-def main(shape: str, layers: int, methods: Sequence[str], folder: Path, output: Path, **settings: Any) -> None:
+def main(shape: str, layers: int, methods: Sequence[str], folder: Path, **settings: Any) -> None:
     """Merge a whole model by each method."""
     be_quiet()
     device, profile = settings.pop("device"), settings.pop("profile")
     models = write_models(folder / f"whole-{shape}-{layers}", shape, EXPERTS, layers, low_rank=(1,))
-    result: dict[str, Any] = {
+    about: dict[str, Any] = {
         "shape": shape,
         "layers": layers or SHAPES[shape].num_hidden_layers,
         **settings,
         "device": torch.cuda.get_device_name() if device != "cpu" else f"{torch.get_num_threads()} threads of a CPU",
-        "versions": VERSIONS,
         "python": platform.python_version(),
-        "rows": {},
     }
+    name = f"whole-{shape}-{settings['samples']}x{settings['tokens']}"
+    rows = known_rows(name)
     for method in methods:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             recipe = Path(place) / "recipe.yml"
             write_recipe(recipe, models, method, folder, **settings)
-            result["rows"][method] = measure(recipe, Path(place) / "merged", device, profile and profile / method)
-        output.write_text(json.dumps(result, indent=1) + "\n")
-    click.echo(table(result))
+            rows[method] = measure(recipe, Path(place) / "merged", device, profile and profile / method)
+        write_result(name, rows, **about)
+    click.echo(table(rows))
 
 
 def write_recipe(
@@ -214,11 +212,11 @@ def child(counts: str, profile: str, *arguments: str) -> None:
 # The table
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(rows: Mapping[str, Mapping[str, float]]) -> str:
     """A Markdown table."""
     heads = ["", "time", "processor, running the models once", "memory, by `check`", "disk, by `check`"]
     lines = [f"| {' | '.join([*heads, 'reads of each tensor'])} |", "|---" * 6 + "|"]
-    for name, row in result["rows"].items():
+    for name, row in rows.items():
         floor = row.get("forward_seconds")
         cells = [
             f"{row['seconds'] / 60:.1f} min",
