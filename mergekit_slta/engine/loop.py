@@ -196,10 +196,12 @@ def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Parti
             if partial is not None and layer in finished:
                 method.repeat_layer(layer, next(read), partial.load(layer), streams, report)
             else:
-                tensors = method.take_layer(layer, next(read), streams, report)
+                result = method.take_layer(layer, next(read), streams, report)
                 if partial is not None and ranks.first:
-                    partial.write(layer, tensors)
+                    partial.write(layer, result)
+                del result
             streams.layer += 1
+        read.close()  # it holds the last layer, which must not wait beside the output head
         return method.finish(streams, report)
 
 
@@ -233,7 +235,7 @@ def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[lis
             stacks, fetched = ahead.pop().result()
             pairs = zip(models, fetched, strict=True)
             tensors = [model.read(names, decoder.model, decoder.device, of_model, stacks) for model, of_model in pairs]
-            # What has been fetched must not wait beside the layer, nor the last layer beside the output head.
+            # What has been fetched must not wait beside the layer.
             del fetched, pairs
             if layer + 1 < len(decoder):
                 ahead.append(thread.submit(fetch, layer + 1))

@@ -4,9 +4,11 @@ import functools
 import io
 import re
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from tqdm import tqdm
 
 from mergekit_slta.engine import loop as module
 from mergekit_slta.evaluation.evaluate import evaluate
+from mergekit_slta.featcal.merge import FeatureMerge
+from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.slta.measure import measure
@@ -71,6 +75,26 @@ def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Pat
     assert said[0].startswith("Solving: loading ") and llama.experts[1].name in said[0]
     assert any(line.startswith(f"Solving: {layers} of {layers} layers, ") for line in said)
     assert said[-1].split("|")[0].endswith(": 100%")
+
+
+def test_no_tensor_of_a_layer_waits_beside_the_output_head(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    take_layer, finish = FeatureMerge.take_layer, FeatureMerge.finish
+
+    def watched(self: Any, layer: int, tensors: Sequence[Tensors], *others: Any) -> Tensors:
+        result: Tensors = take_layer(self, layer, tensors, *others)
+        alive.extend(weakref.ref(tensor) for model in [*tensors, result] for tensor in model.values())
+        return result
+
+    def after_all(self: Any, *others: Any) -> Any:
+        assert alive and not any(tensor() is not None for tensor in alive)
+        return finish(self, *others)
+
+    monkeypatch.setattr(FeatureMerge, "take_layer", watched)
+    monkeypatch.setattr(FeatureMerge, "finish", after_all)
+    families.merge(families.recipe(llama, "featcal", experts=[0, 1], samples=3), tmp_path / "out")
 
 
 # Inside, torch's settings are changed; afterwards they are as before.
