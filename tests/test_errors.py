@@ -54,10 +54,7 @@ def test_a_recipes_value_is_cut_and_escaped_in_messages_and_in_the_log(tmp_path:
 
 @pytest.mark.parametrize(
     ("command", "where"),
-    [
-        ("ask", "transformers.LlamaForCausalLM.from_pretrained"),
-        ("merge", "mergekit_slta.host.methods.merged_vector"),
-    ],
+    [("ask", "transformers.LlamaForCausalLM.from_pretrained"), ("merge", "mergekit_slta.host.methods.merged_vector")],
 )
 def test_a_lack_of_memory_is_said_and_blames_no_file(
     command: str, where: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

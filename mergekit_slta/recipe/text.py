@@ -46,7 +46,7 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     yield from _keys(content, settings)
     method = settings.method
     if not config.base_model:
-        yield f"The recipe has no base_model: '{method}' needs, beside 'merge_method', what the experts are made from."
+        yield f"The recipe has no base_model: '{method}' needs, beside 'merge_method', the model before fine-tuning."
     if settings.runs_models and (config.slices or config.modules):
         yield f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
     yield from _inputs(config)

@@ -512,11 +512,6 @@ def in_module(name: str) -> Edit:
     return in_slices((0, 3), edit=lambda recipe, _: recipe.update(modules={name: {"slices": recipe.pop("slices")}}))
 
 
-def with_its_base(recipe: Any, _: object) -> None:
-    """The base model named by the slice alone."""
-    recipe["slices"][0]["base_model"] = recipe.pop("base_model")
-
-
 CUT = {"options": {"unsafe_truncate_embeddings": True}}
 GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
@@ -639,7 +634,7 @@ def the_experts_chat_template(case: Case) -> None:
         statistics("HERE/new/stats.safetensors"),
         a_new_token,
         in_slices((1, 3), (0, 1), (3, 3)),
-        in_slices((0, 2), edit=with_its_base),
+        in_slices((0, 2), edit=lambda recipe, _: recipe["slices"][0].update(base_model=recipe.pop("base_model"))),
         in_module("default"),
         other_ids(**ALIGNED),
         other_size(**ALIGNED),

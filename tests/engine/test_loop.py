@@ -77,9 +77,7 @@ def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Pat
     assert said[-1].split("|")[0].endswith(": 100%")
 
 
-def test_no_tensor_of_a_layer_waits_beside_the_output_head(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_layer_waits_beside_the_head(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     take_layer, finish = FeatureMerge.take_layer, FeatureMerge.finish
 
