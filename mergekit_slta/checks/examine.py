@@ -123,7 +123,7 @@ def examine(
         partial(space.folders, recipe.settings, out),
     ]
     all_of([*checks, partial(_data, experiment, unwritten)] if recipe.settings.runs_models else checks)
-    notes = [*_notes(experiment, merging)]
+    notes = list(_notes(experiment, merging))
     experiment.sources.clear()  # from now on memory is for models
     return notes
 

@@ -73,16 +73,19 @@ def head_to_solve(experiment: Experiment) -> LinearMap | None:
     if head is None:
         return None
     why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
-    recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
-    if recipe.tokenizer_source is not None and (
-        recipe.tokenizer_source != "base"
-        or (made and (made.tokens or made.pad_to_multiple_of))
-        or len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
-    ):
+    if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
         why = "mergekit reorders its rows for the recipe's 'tokenizer'"
     if why:
         LOG.warning("The output head stays the experts' mean, because %s.", why)
     return None if why else head
+
+
+def _changes_rows(experiment: Experiment) -> bool:
+    """Whether mergekit changes the rows of the models' embeddings."""
+    recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
+    if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
+        return True
+    return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
 
 
 class SolvedModel:

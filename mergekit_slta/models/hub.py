@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import huggingface_hub
 from huggingface_hub import errors as hub
@@ -71,5 +71,8 @@ def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) ->
     if Path(path.path).exists():
         return Path(path.path)
     patterns = [*files, "*config.json"]  # which every repository has: the Hub's client warns where nothing fits
-    how: dict[str, Any] = {"revision": path.revision, "cache_dir": cache_dir, "allow_patterns": patterns}
-    return Path(huggingface_hub.snapshot_download(path.path, **how))
+    return Path(
+        huggingface_hub.snapshot_download(
+            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=patterns
+        )
+    )

@@ -31,7 +31,7 @@ from mergekit_slta.recipe.settings import (
     expert_references,
     tokenizer_source,
 )
-from mergekit_slta.recipe.text import Loader, faults, misshapen, rename, without_calibration, yaml_fault
+from mergekit_slta.recipe.text import Loader, faults, misshapen, normalize, without_calibration, yaml_fault
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
@@ -136,7 +136,7 @@ class Recipe:
             fix = " (only an adapter follows a '+': rename folders with one)" if fault.startswith("Can't parse") else ""
             raise SltaError(f"{name} is no mergekit recipe: {fault}{fix}.") from None
         self.config = config = config or read
-        rename(config)
+        normalize(config)
         self.references = [*([config.base_model] if config.base_model else []), *expert_references(config)]
         self.tokenizer_source = tokenizer_source(config)
         self.in_slices = bool(config.slices or config.modules)

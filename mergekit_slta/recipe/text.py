@@ -63,8 +63,8 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     yield from _of_mergekit(config)
 
 
-def rename(config: MergeConfiguration) -> None:
-    """Give parameters of an older name their own, in place, and the base model's tokenizer; find the base of slices."""
+def normalize(config: MergeConfiguration) -> None:
+    """Say in one way what a recipe may say in several, in place: the base model, its tokenizer, names of parameters."""
     if not config.base_model and len(bases := {output.base_model for _, _, output in output_slices(config)}) == 1:
         config.base_model = bases.pop()
     made = config.tokenizer

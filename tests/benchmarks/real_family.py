@@ -89,7 +89,7 @@ class Pretrained:
     template: tuple[str, str] | None = None  # for chats with a model that has none, and its end of a turn, an end token
     trains_embeddings: bool = True  # those of a large vocabulary would take most of the time
     steps: Mapping[str, int] = field(default_factory=dict)  # of training, by task, where others than ``STEPS``
-    rows: int = 32  # of a batch
+    rows: int = BATCH  # of a batch
     text_rows: int = 0  # of them, of ordinary text, without which the experts lose it
 
 

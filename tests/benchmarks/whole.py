@@ -61,7 +61,8 @@ def main(shape: str, layers: int, methods: Sequence[str], folder: Path, **settin
         "device": torch.cuda.get_device_name() if device != "cpu" else f"{torch.get_num_threads()} threads of a CPU",
         "python": platform.python_version(),
     }
-    name = f"whole-{shape}-{settings['samples']}x{settings['tokens']}"
+    shortened = f"-{layers}-layers" if layers else ""
+    name = f"whole-{shape}{shortened}-{settings['samples']}x{settings['tokens']}"
     rows = known_rows(name)
     for method in methods:
         with tempfile.TemporaryDirectory(dir=folder) as place:
