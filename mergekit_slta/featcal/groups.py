@@ -15,6 +15,7 @@ import torch
 from mergekit_slta.layers.calls import made_up_layer
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer
 from mergekit_slta.layers.maps import LinearMap, expert_stacks, is_fused, is_numbered, linear_maps, takes_some_tokens
+from mergekit_slta.layers.trace import find_writers, of_each_layer
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
@@ -54,9 +55,8 @@ class LayerMaps:
 
 @functools.lru_cache(maxsize=1)
 def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
-    """The groups of every layer; layers of the same kind are traced once."""
-    of_kind = {layer: find_groups(decoder, layer) for layer in decoder.one_of_each_kind}
-    return tuple(of_kind[first] for first in decoder.first_of_kind)
+    """The groups of every layer."""
+    return of_each_layer(decoder, find_groups)
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
@@ -93,7 +93,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
     unsolved |= {name: NO_ROUTES for name in expert_stacks(built) if name not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
-    writers = decoder.structures[layer].writers
+    writers = find_writers(decoder, layer)
     known_sources = {INPUT, *(group.child for group in groups), *(writer.norm for writer in writers.values())}
     writers = {
         module: writer

@@ -223,10 +223,6 @@ class LayerStructure:
     boundary: str | None = None
     # The heads of the attention, or why there are none to be told apart.
     heads: Heads | str = "its branches cannot be told apart"
-    # By path, the modules of linear maps whose outputs go through nothing but a constant and a child that is a norm
-    # before they are added to the residual stream; of those that write side by side, the last. (A gate or a router's
-    # weight multiplies by another number for each token.)
-    writers: Mapping[str, Writer] = field(default_factory=dict)
     # A linear map that is given rows of which nobody knows the samples; "" without one.
     of_some_tokens: str = ""
 
@@ -285,7 +281,6 @@ class Decoder:
     restore: Callable[[], None]  # puts the model into the state in which it was built
     runs: list[LayerRun]  # the layers' modules report to the last run in it
     form: LayerForm = field(default_factory=LayerForm)
-    structures: Sequence[LayerStructure] = ()  # of each layer
     tail_problem: str | None = None  # why the logits cannot be computed from the last layer's output alone, if so
 
     def __post_init__(self) -> None:

@@ -14,11 +14,12 @@ Nothing here knows an architecture by name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -55,6 +56,8 @@ from mergekit_slta.models.layout import meta_model
 
 LOG = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
+
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 # The node of the graph of a layer's children that is its output.
@@ -88,8 +91,6 @@ def trace_model(model: transformers.PreTrainedModel) -> Decoder:
     decoder = Decoder(model, tower, model.base_model, layers, torch.device("cpu"), fresh(model), runs)
     try:
         decoder = _with_form(decoder)
-        of_kind = {layer: find_structure(decoder, layer) for layer in decoder.one_of_each_kind}
-        decoder.structures = [of_kind[first] for first in decoder.first_of_kind]
         decoder.tail_problem = _tail_problem(decoder)
     except ModelCodeError as error:
         raise SltaError(
@@ -243,25 +244,59 @@ def _tail_problem(decoder: Decoder) -> str | None:
     )
 
 
-# Branches
+# What a layer makes of its children's outputs
+
+
+def of_each_layer(decoder: Decoder, find: Callable[[Decoder, int], Found]) -> tuple[Found, ...]:
+    """What ``find`` says of each layer; layers of the same kind are traced once, on the CPU, which repeats its sums."""
+    device = decoder.device
+    on_device(decoder, "cpu")
+    try:
+        of_kind = {layer: find(decoder, layer) for layer in decoder.one_of_each_kind}
+    finally:
+        on_device(decoder, device)
+    return tuple(of_kind[first] for first in decoder.first_of_kind)
+
+
+@torch.no_grad()
+def find_writers(decoder: Decoder, layer: int) -> dict[str, Writer]:
+    """The layer's writers by their paths, if its trace shows them: modules of linear maps.
+
+    Their outputs go through nothing but a constant and a child that is a norm before they are added to the residual
+    stream; of those that write side by side, it is the last. (A gate or a router's weight multiplies by another number
+    for each token.)
+    """
+    try:
+        trial = _Trial(decoder, layer)
+        reads = trial.reads()
+        return trial.writers(reads, trial.summands(reads[OUTPUT]) or {})
+    except ModelCodeError as error:  # as where modules return other values than they do in the model
+        LOG.info("What layers like layer %d add to the residual stream is not known: %s", layer, error)
+        return {}
+
+
+@functools.lru_cache(maxsize=1)
+def structures(decoder: Decoder) -> tuple[LayerStructure, ...]:
+    """How each layer splits."""
+    return of_each_layer(decoder, find_structure)
 
 
 @torch.no_grad()
 def find_structure(decoder: Decoder, layer: int) -> LayerStructure:
     """What the layer makes of its children's outputs, and how it splits into branches, if its trace shows it."""
-    trial = _Trial(decoder, layer)
-    tokens = trial.base.output.shape[:2]
-    of_some = (name for name, inputs in trial.base.inputs.items() if takes_some_tokens(name, inputs[0], tokens))
-    structure = LayerStructure(of_some_tokens=next(of_some, ""))
+    structure = LayerStructure()
     try:
-        reads = {node: trial.read_by(node) for node in (*trial.outputs, OUTPUT)}
-        summands = trial.summands(reads[OUTPUT])
-        whole = replace(structure, summands=summands, writers=trial.writers(reads, summands or {}))
+        trial = _Trial(decoder, layer)
+        tokens = trial.base.output.shape[:2]
+        of_some = (name for name, inputs in trial.base.inputs.items() if takes_some_tokens(name, inputs[0], tokens))
+        structure = LayerStructure(of_some_tokens=next(of_some, ""))
+        reads = trial.reads()
+        whole = replace(structure, summands=trial.summands(reads[OUTPUT]))
         split = trial.split(reads, whole)
         structure = split if trial.confirms(split) else whole
         if structure.branches:
             structure = replace(structure, heads=find_heads(decoder, layer, structure))
-    except ModelCodeError as error:  # as where modules return other values than they do in the model
+    except ModelCodeError as error:
         level = logging.INFO if structure.branches else logging.WARNING  # of heads their fallback tells
         LOG.log(level, "Layers like this one are not split further, because its trace fails: %s", error)
     return structure
@@ -286,14 +321,20 @@ class _Trial:
         hidden = values.get(INPUT, self._hidden)
         return self._decoder.run(self._layer, tensors, hidden, self._call, replay=values, **settings)
 
-    def read_by(self, node: str) -> Nodes:
-        """The children, and ``INPUT``, from whose outputs a child's arguments or the layer's output are made."""
-        made = {}
-        for name in (INPUT, *self.outputs, None):
-            values = {**self._values, name: _other(self._values[name])} if name else self._values
-            run = self._run(self._tensors, values, until=node)
-            made[name] = run.inputs.get(node, run.output)
-        return frozenset(name for name in self._values if not _equal(made[name], made[None]))
+    def reads(self) -> dict[str, Nodes]:
+        """By child, in the order of the calls, what its arguments are made from; last, what ``OUTPUT`` is made from.
+
+        These are the outputs of other children, and ``INPUT``.
+        """
+        reads = {}
+        for node in (*self.outputs, OUTPUT):
+            made = {}
+            for name in (INPUT, *self.outputs, None):
+                values = {**self._values, name: _other(self._values[name])} if name else self._values
+                run = self._run(self._tensors, values, until=node)
+                made[name] = run.inputs.get(node, run.output)
+            reads[node] = frozenset(name for name in self._values if not _equal(made[name], made[None]))
+        return reads
 
     def summands(self, sources: Collection[str]) -> dict[str, float] | None:
         """The constants of ``LayerStructure.summands``."""
@@ -312,10 +353,7 @@ class _Trial:
         return first if same else None
 
     def writers(self, reads: Mapping[str, Nodes], summands: Mapping[str, float]) -> dict[str, Writer]:
-        """The ``LayerStructure.writers``, from its ``summands``: what multiplies an output with any weights.
-
-        ``reads`` is by child, in the order of the calls, what its arguments are made from.
-        """
+        """The writers, from the ``summands``: what multiplies an output with any weights."""
         modules, before = list(self.base.inputs), ancestors(reads)
         sources = [INPUT, *(child for child in self.outputs if child in summands)]  # in the order of the calls
         if self._hidden.ndim != 3 or {*sources} != summands.keys():

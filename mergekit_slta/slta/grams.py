@@ -18,6 +18,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
+from mergekit_slta.layers.trace import structures
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.slta.submodules import layer_parts
@@ -114,7 +115,7 @@ class LayerFeatures:
         self.tensors = tensors
         parts = {part for level in levels for part in layer_parts(decoder, level, layer)}
         self.whole = "" in parts
-        self.structure = decoder.structures[layer]
+        self.structure = structures(decoder)[layer]
         of_layer = [name for name in tensors[0] if "." not in name]  # such as a constant that all is multiplied by
         if any(not torch.equal(expert[name], tensors[0][name]) for name in of_layer for expert in tensors[1:]):
             self.structure = replace(self.structure, summands=None)

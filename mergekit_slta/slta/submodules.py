@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
+from mergekit_slta.layers.trace import structures
 from mergekit_slta.levels import Fallback, head_part, parts_at, submodule_name
 
 
@@ -20,7 +21,7 @@ def layer_parts(decoder: Decoder, level: str, layer: int) -> Sequence[str]:
     Where the layer's parts at a level cannot be told apart, they are those of the next coarser level, as ``fallbacks``
     says.
     """
-    split = decoder.structures[layer]
+    split = structures(decoder)[layer]
     if level == "model":
         return []
     heads = map(head_part, range(split.heads.count)) if isinstance(split.heads, Heads) else ()
@@ -39,7 +40,7 @@ def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
 
 def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | None:
     """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
-    split = decoder.structures[layer]
+    split = structures(decoder)[layer]
     if level == "linear":
         if split.of_some_tokens:
             return "layer", f"{split.of_some_tokens} is given the features of some tokens only"

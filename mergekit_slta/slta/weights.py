@@ -11,6 +11,7 @@ import torch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
+from mergekit_slta.layers.trace import structures
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
@@ -95,7 +96,7 @@ class TensorWeights:
         return self.solutions[submodule_name(layer, part)].alpha
 
     def _branches(self, layer: int, key: str) -> list[str]:
-        split = self.decoder.structures[layer]
+        split = structures(self.decoder)[layer]
         branches = [branch for branch, children in split.branches.items() if key.partition(".")[0] in children]
         if not branches:
             raise SltaError(f"The tensor {key} of layer {layer} feeds neither of its branches: use 'level: layer'.")
@@ -109,7 +110,7 @@ class TensorWeights:
         """
         if branch in self._parts[layer]:
             return self._alpha(layer, branch)
-        heads = self.decoder.structures[layer].heads
+        heads = structures(self.decoder)[layer].heads
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
@@ -131,7 +132,7 @@ class TensorWeights:
 
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
-        split = self.decoder.structures[layer]
+        split = structures(self.decoder)[layer]
         around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, key)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if key in (m.weight, m.bias)]

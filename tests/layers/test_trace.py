@@ -14,6 +14,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import trace
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerStructure
+from mergekit_slta.layers.trace import structures
 from mergekit_slta.slta.submodules import fallbacks, submodules
 
 Part = Callable[[torch.Tensor], torch.Tensor]
@@ -93,10 +94,10 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
     others = {**random_numbers(decoder.layers[0].state_dict(), decoder.device, seed=1), "weight": weights["weight"]}
     base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
     unit = {"a difference": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
-    found = decoder.structures[0].change("layer", run, base)
+    found = structures(decoder)[0].change("layer", run, base)
     assert torch.allclose(unit * found, run.output - base.output, rtol=0, atol=state_rounding(layers=1))
     if name in SUMS:
-        branches = {branch: children - {"weight"} for branch, children in decoder.structures[0].branches.items()}
+        branches = {branch: children - {"weight"} for branch, children in structures(decoder)[0].branches.items()}
         assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
 
 
@@ -107,7 +108,7 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split(caplog: pytest.LogCap
         return x + attend(x) + fed
 
     decoder = decoder_of(refuse)
-    assert decoder.structures[0] == LayerStructure()
+    assert structures(decoder)[0] == LayerStructure()
     assert caplog.messages == [
         "Layers like this one are not split further, because its trace fails: layer 0 of Model: ValueError: There is "
         "nothing to add"
@@ -127,7 +128,11 @@ def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
 NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "on_device"}  # called before, or not at all
 NOT_HERE |= {"first_line"}
 HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in NOT_HERE]
-OF_TRIALS = ["read_by", "summands", "has_mixed", "confirms", "_run"]
+OF_TRIALS = ["reads", "summands", "has_mixed", "confirms", "_run"]
+
+
+def everything(decoder: Decoder, layer: int) -> tuple[Any, ...]:
+    return structures(decoder)[layer], trace.find_writers(decoder, layer)
 
 
 @pytest.mark.parametrize("helper", [*HELPERS, *OF_TRIALS])
@@ -137,7 +142,7 @@ def test_an_error_of_our_own_in_a_trace_is_not_passed_over(helper: str, monkeypa
 
     monkeypatch.setattr(trace._Trial if helper in OF_TRIALS else trace, helper, mistaken)
     with pytest.raises(TypeError, match="a mistake of ours"):
-        families.traced(transformers.LlamaForCausalLM)
+        trace.of_each_layer(families.traced(transformers.LlamaForCausalLM), everything)
 
 
 @torch.no_grad()
@@ -169,7 +174,7 @@ def test_a_map_writes_through_a_child_that_multiplies_by_no_more_than_a_vector(
         model: Any = families.model_class(config := families.config_of("gemma2")).from_config(config).eval()
         for layer in model.model.layers:
             layer.post_attention_layernorm = kind(config.hidden_size)
-    writers = trace.trace_model(model).structures[0].writers
+    writers = trace.find_writers(trace.trace_model(model), 0)
     of_attention = {"self_attn.o_proj": "post_attention_layernorm"} if is_norm else {}
     norms = {module: writer.norm for module, writer in writers.items()}
     assert norms == {**of_attention, "mlp.down_proj": "post_feedforward_layernorm"}
