@@ -9,7 +9,6 @@ import os
 import random
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -41,7 +40,7 @@ from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading
 from mergekit_slta.models.adapters import refuse_adapter_in
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.headers import Model, folder_headers
+from mergekit_slta.models.headers import Model
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import as_size
@@ -116,8 +115,7 @@ def ask(
     batches = [batch for batch in batches if not answered.keys() >= {*batch}]
     if batches and not experiment.quiet:
         longest = max(len(prompt.ids) for prompt in asked)
-        loads = replace(experiment.model(reference), tensors=folder_headers(Path(checkpoint.folder)))  # its LoRA merged
-        nbytes = answer_bytes(loads, longest, longest + max_new_tokens, min(BATCH, len(asked)))
+        nbytes = answer_bytes(checkpoint.model, longest, longest + max_new_tokens, min(BATCH, len(asked)))
         click.echo(f"Memory: about {as_size(nbytes)}", err=True)
     with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
         loaded = _loaded(experiment, checkpoint, source) if batches else None

@@ -128,7 +128,7 @@ def _same_architecture(base: Model, expert: Model) -> None:
 def sound_slices(experiment: Experiment) -> Iterator[str]:
     """What mergekit cannot merge of a recipe's slices and modules."""
     config, model = experiment.recipe.config, experiment.model(experiment.recipe.base)
-    known = known_architecture(model.config) or architecture_of(model.layout(model), model.tensors, model.config)
+    known = known_architecture(model.config) or architecture_of(model.layout(model.built), model.tensors, model.config)
     depths = {name: part.architecture.num_layers(model.config) for name, part in known.modules.items()}
     if unknown := {*(config.modules or ["slices"] * (len(depths) > 1))} - {*depths}:
         yield f"mergekit knows {' and '.join(depths)} under 'modules' of {model}, not {listed(sorted(unknown))}."
@@ -152,7 +152,7 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
     the base model; where ``aligned``, mergekit puts the rows of embeddings in the order of another tokenizer.
     """
     base, *experts = models
-    layout = base.layout(base)
+    layout = base.layout(base.built)
     rows = vocabulary_axes(layout, base.tensors, base.config) if aligned else {}
     incomplete = (
         " of the model, so it is incomplete: get an undamaged copy; of a model that was saved from inside "
@@ -167,7 +167,7 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
     parameters = layout.model.named_parameters() if layout.model else ()
     faults = [(base, ": the checkpoint lacks", [name for name, _ in parameters if name not in layout], incomplete)]
     for expert in experts:
-        theirs = expert.layout(base)
+        theirs = expert.layout(base.built)
         has, may_lack = _merged_tensors(expert, theirs), layout.may_lack(theirs)
         faults += [
             (expert, ": the checkpoint lacks", [n for n in _lost(layout, theirs) if n not in may_lack], incomplete),
@@ -244,7 +244,11 @@ def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str
 def promised_heads(model: Model) -> Iterator[str]:
     """A configuration that promises a head for multi-token prediction, where the checkpoint has none."""
     promised = [name for name in PROMISES if model.size(name)]
-    has = model.built is None or model.layout(model).outside or re.search("mtp|nextn|eh_proj", " ".join(model.tensors))
+    has = (
+        model.built is None
+        or model.layout(model.built).outside
+        or re.search("mtp|nextn|eh_proj", " ".join(model.tensors))
+    )
     if promised and not has:
         yield (
             f"The config.json of {model} promises a head for multi-token prediction ({promised[0]}), which the "
@@ -254,11 +258,11 @@ def promised_heads(model: Model) -> Iterator[str]:
 
 def outside_the_model(base: Model, *experts: Model) -> Iterator[str]:
     """The tensors outside the language model that not all checkpoints have."""
-    layout = base.layout(base)
+    layout = base.layout(base.built)
     if base.reference.lora is not None and layout.outside:
         yield f"{listed(layout.outside)} of {base} will be left out: merging its adapter loses them."
     for expert in experts:
-        theirs = expert.layout(base)
+        theirs = expert.layout(base.built)
         lost = {*layout.may_lack(theirs)} - {*_merged_tensors(expert, theirs)}
         if names := [name for name in _merged_tensors(base, layout) if name in lost]:
             of_base = f"those of the base model {base}"

@@ -81,7 +81,7 @@ def score_model(
             f"The base model's tokenizer gives the token id {highest}, but {checkpoint} has only {vocabulary} "
             "tokens: compare only models with the base model's vocabulary."
         )
-    decoder = trace(checkpoint.config, checkpoint.trust_remote_code, device)
+    decoder = trace(checkpoint.config, checkpoint.model.trust_remote_code, device)
     if decoder.tail_problem:
         raise SltaError(
             f"{checkpoint} cannot be scored: its logits need more than the output of its last layer. Score it with a "

@@ -38,7 +38,7 @@ class ActmatAnchor(Blend):
         self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
         # How much each task counts: 1 for an expert's, and last kappa for the base model's if it has one.
         self.counts = [1.0] * (len(models) - 1) + [kappa] * bool(kappa)
-        self._layout = models[0].layout(decoder.model)
+        self._layout = models[0].model.layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors[layer].values()]
         self._maps = {name: roles[name] for name in names if roles.get(name) in MAPS}

@@ -104,7 +104,7 @@ class Method(GroupMergeMethod):
         self._experiment, self._merge, self._progress = experiment, merge, progress
         self.architecture = experiment.architecture
         # Of tensors that the recipe's ``out_dtype`` is not for.
-        self._types = exempt_types(experiment.stored) if self.architecture else {}
+        self._types = exempt_types(experiment.base.model.tensors) if self.architecture else {}
         try:
             yield
         finally:

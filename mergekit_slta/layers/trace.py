@@ -70,11 +70,15 @@ INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
 def trace(
-    config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: torch.device | str = "cpu"
+    config: transformers.PretrainedConfig,
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+    *,
+    built: transformers.PreTrainedModel | None = None,  # by ``meta_model``, which takes seconds; it is changed
 ) -> Decoder:
-    """Find out how a model calls its decoder layers, how each splits into branches and heads, and how it ends."""
+    """Find out how a model calls its decoder layers, what these return, and how it ends."""
     refuse_unless_decoder(config)
-    return on_device(trace_model(meta_model(config, trust_remote_code)), device)
+    return on_device(trace_model(built or meta_model(config, trust_remote_code)), device)
 
 
 def trace_model(model: transformers.PreTrainedModel) -> Decoder:

@@ -94,7 +94,7 @@ def left_out_by_mergekit(model: Model) -> list[str]:
     It writes what its definition of the architecture lists. Where it has none, it takes the names of transformers'
     model, of which it converts those that all layers have, and only by the conversions of the whole model's type.
     """
-    layout, config = model.layout(model), model.config
+    layout, config = model.layout(model.built), model.config
     definition = known_architecture(config)
     if definition is not None:
         weights = definition.all_weights(config)

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from torch.utils._pytree import tree_map
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.adapters import merge_adapter, source_files, source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of, stamps
-from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.headers import Model, folder_headers
 
 PAGE = 4096  # bytes
 _aten = torch.ops.aten
@@ -32,22 +33,19 @@ class Checkpoint:
     It has a loader of its own: the one that mergekit has from merge to merge may still map a file that was replaced.
     """
 
-    def __init__(
-        self, reference: ModelReference, config: transformers.PretrainedConfig, trust_remote_code: bool = False
-    ) -> None:
-        cache = LoaderCache()
-        self.reference = reference
-        self.config = config
-        self.trust_remote_code = trust_remote_code
-        self._layout: Layout | None = None
+    def __init__(self, model: Model) -> None:
+        cache, reference = LoaderCache(), model.reference
+        self.reference, self.config = reference, model.config
         with reading(self, "cannot be opened", "get undamaged copies of its files"):
             self._folders = source_folders(reference, cache.hf_cache_dir)
             self._files = source_files(*self._folders)
             self.stamps = stamps(self._files)  # of the files that decide the tensors
-            merged = merge_adapter(reference, cache.lora_cache_dir, trust_remote_code, cache.lora_merge_dtype)
+            merged = merge_adapter(reference, cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype)
             self._loader = merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
         self.folder = self._loader.index.base_path  # of the files, the LoRA merged
-        self.tensor_names = self._loader.index.tensor_paths  # of the stored tensors, each with the file that holds it
+        self.model = (
+            replace(model, tensors=folder_headers(Path(self.folder))) if reference.lora else model
+        )  # merged too
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -57,7 +55,7 @@ class Checkpoint:
         """The checkpoint's dtype, from its configuration or else from its first tensor."""
         declared = getattr(self.config, "dtype", None)
         if declared is None:
-            declared = self._loader.get_tensor(next(iter(self.tensor_names))).dtype
+            declared = self._loader.get_tensor(next(iter(self.model.tensors))).dtype
         return str(declared).removeprefix("torch.")
 
     def read(
@@ -115,15 +113,9 @@ class Checkpoint:
             tensors[key] = stored
         return tensors
 
-    def layout(self, model: transformers.PreTrainedModel) -> Layout:
-        """How the checkpoint stores the tensors of a model, which is on the meta device."""
-        if self._layout is None or self._layout.model is not model:
-            self._layout = Layout(model, self.tensor_names)  # transformers' conversion sees what is exchanged
-        return self._layout
-
     def _tensor(self, name: str, model: transformers.PreTrainedModel, device: torch.device | str) -> torch.Tensor:
         """A tensor of the model in the checkpoint's dtype."""
-        layout = self.layout(model)
+        layout = self.model.layout(model)
         if name not in layout:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
         with reading(f"The tensor {name} of {self}"):
@@ -136,7 +128,7 @@ class Checkpoint:
 
         None if their parts cannot be told apart. On the CPU the stored tensors are mapped from the file.
         """
-        layout = self.layout(model)
+        layout = self.model.layout(model)
         if name not in layout or not layout.in_parts(name):
             return None
 

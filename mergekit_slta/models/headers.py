@@ -89,7 +89,9 @@ class Model:
     architecture: str  # the model's class as its configuration names it
     prefix: str  # which checkpoints of the bare base model lack
     vocabulary: Any  # how many token ids the model knows; None if it is no language model
-    _layouts: dict[ModelReference, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _layouts: dict[transformers.PreTrainedModel | None, Layout] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -107,12 +109,12 @@ class Model:
         """A size by the configuration of the language model, or of the only one."""
         return getattr(self.config.get_text_config(), name, None)
 
-    def layout(self, base: Model) -> Layout:
-        """How its checkpoint stores the tensors of the base model."""
-        if base.reference not in self._layouts:  # with a mixture's experts one by one, it takes seconds
+    def layout(self, built: transformers.PreTrainedModel | None) -> Layout:
+        """How its checkpoint stores the tensors of a model, its own or the base model's, that is ``built``."""
+        if built not in self._layouts:  # with a mixture's experts one by one, it takes seconds
             shapes = {name: header.shape for name, header in self.tensors.items()}
-            self._layouts[base.reference] = Layout(base.built, self.tensors, shapes)
-        return self._layouts[base.reference]
+            self._layouts[built] = Layout(built, self.tensors, shapes)
+        return self._layouts[built]
 
 
 def other_vocabularies(base: Model, *experts: Model) -> list[str]:

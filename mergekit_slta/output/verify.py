@@ -158,7 +158,7 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
     except Exception as error:  # of any kind, as transformers reads the folder by code of many models
         yield f"transformers cannot load the folder ({first_line(error)})."
         return
-    outside = base.layout(base).outside
+    outside = base.layout(base.built).outside
     if missing := sorted(info["missing_keys"]):
         yield f"transformers misses {listed(missing)} in the folder, and would initialize them at random."
     if mismatched := sorted({name for name, *_ in info["mismatched_keys"]}):

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -31,7 +30,7 @@ from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Headers, Model, folder_headers, open_model, other_vocabularies
+from mergekit_slta.models.headers import Model, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -110,23 +109,18 @@ class Experiment:
         return [self.base, *(self.checkpoint(expert.reference) for expert in self.recipe.experts)]
 
     def checkpoint(self, reference: ModelReference) -> Checkpoint:
-        return Checkpoint(reference, self.model(reference).config, self.options.trust_remote_code)
+        return Checkpoint(self.model(reference))
 
     @cached_property
     def decoder(self) -> Decoder:
         """The base model's decoder, without weights, traced on the CPU; an SltaError if it is no decoder-only model."""
-        return trace(self.model(self.recipe.base).config, self.options.trust_remote_code)
+        base = self.model(self.recipe.base)
+        return trace(base.config, self.options.trust_remote_code, built=base.built)
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
         """How the base model's checkpoint, its adapter merged, stores the model."""
-        shapes = {name: header.shape for name, header in self.stored.items()}
-        return Layout(self.model(self.recipe.base).built, self.stored, shapes)
-
-    @cached_property
-    def stored(self) -> Headers:
-        """The tensors of the base model's checkpoint, its adapter merged."""
-        return folder_headers(Path(self.base.folder))
+        return self.base.model.layout(self.model(self.recipe.base).built)
 
     @cached_property
     def architecture(self) -> ModelArchitecture | None:
@@ -134,7 +128,9 @@ class Experiment:
 
         None where mergekit's own decides, because the recipe is ``in_slices``.
         """
-        return None if self.recipe.in_slices else architecture_of(self.layout, self.stored, self.base.config)
+        return (
+            None if self.recipe.in_slices else architecture_of(self.layout, self.base.model.tensors, self.base.config)
+        )
 
     def open(self) -> None:
         """Have mergekit download all models, and merge adapters; from now on changes of their files are noticed."""

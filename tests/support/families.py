@@ -35,6 +35,7 @@ from mergekit_slta.featcal.solution import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace, trace_model
+from mergekit_slta.models import headers
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
@@ -510,8 +511,7 @@ def merge(content: dict[str, Any], out: Path, **options: Any) -> Path:
 
 def checkpoint(folder: Path | str) -> Checkpoint:
     """A model as the plugin reads it."""
-    reference = ModelReference.model_validate(str(folder))
-    return Checkpoint(reference, reference.config())
+    return Checkpoint(headers.open_model(ModelReference.model_validate(str(folder))))
 
 
 def checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
