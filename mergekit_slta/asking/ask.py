@@ -38,9 +38,8 @@ from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading
-from mergekit_slta.models.adapters import refuse_adapter_in
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.headers import Model
+from mergekit_slta.models.headers import Model, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import as_size

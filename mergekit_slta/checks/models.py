@@ -16,10 +16,10 @@ from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.errors import SltaError, refuse
-from mergekit_slta.models.adapters import NO_FOLDER, adapter_folder, names_in, target_of, with_adapter
+from mergekit_slta.models.adapters import NO_FOLDER, names_in, target_of, with_adapter
 from mergekit_slta.models.architecture import architecture_of, known_architecture, vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
-from mergekit_slta.models.headers import Model, adapter_weights, file_headers
+from mergekit_slta.models.headers import Model, adapter_folder, adapter_weights, file_headers
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import output_slices

@@ -18,8 +18,7 @@ from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.featcal.merge import feature_merge_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.models.adapters import refuse_adapter_in
-from mergekit_slta.models.headers import Model, TensorHeader
+from mergekit_slta.models.headers import Model, TensorHeader, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import (
     ActmatSettings,

@@ -16,7 +16,7 @@ from mergekit_slta.checks.folder import beside_weights, refuse_links
 from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import other_vocabularies
+from mergekit_slta.models.headers import folder_with, other_vocabularies
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.words import listed
@@ -97,7 +97,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
     @cache
     def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
         tokenizer = experiment.tokenizer(reference)
-        settings = hub.folder_with((GENERATION, "config.json"), reference.model, experiment.options.transformers_cache)
+        settings = folder_with((GENERATION, "config.json"), reference.model, experiment.options.transformers_cache)
         return end_of_turn(tokenizer) or tokenizer.eos_token, stop_ids(settings)
 
     for expert in recipe.experts if recipe.tokenizer_owner == base else ():

@@ -101,7 +101,7 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
 
     mergekit names the folder by the two paths, and so reuses a stale one when the adapter has been trained again.
     """
-    return merge_adapter(self, *arguments, **named)
+    return merge_adapter(self, *arguments, **named) if self.lora else self
 
 
 @replaces(merge, "get_architecture_info", "config", "options")

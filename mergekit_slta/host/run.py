@@ -15,7 +15,6 @@ import click
 from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
-from mergekit.options import MergeOptions as MergekitOptions
 
 from mergekit_slta import files
 from mergekit_slta.checks import examine
@@ -26,11 +25,10 @@ from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
-from mergekit_slta.models.adapters import in_recipes_type
 from mergekit_slta.models.architecture import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
-from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.experiment import Experiment, merge_options
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.words import listed
 
@@ -71,7 +69,7 @@ def run(
             if config.merge_method not in known:
                 fix = suggestion(config.merge_method, known) or f": it knows {', '.join(sorted(known))}."
                 raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{fix}")
-            stock(config, out, MergekitOptions(**in_recipes_type(options, config.dtype)), source)
+            stock(config, out, merge_options(options, config.dtype), source)
             open_to_others(Path(out))
             partial = Partial(Path(out) / PARTIAL_OF_MERGE)
             if partial.folder.parent.exists():  # of an earlier merge by one of our methods

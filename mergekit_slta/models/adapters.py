@@ -24,77 +24,30 @@ from peft.utils.other import get_pattern_key
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest
-from mergekit_slta.models import hub
-from mergekit_slta.models.fingerprint import fingerprint_of, stamps
+from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
-    ADAPTER_FILES,
     CHAT_TEMPLATES,
     CODE,
     TOKENIZER_FILES,
-    WEIGHT_FILES,
-    adapter_weights,
+    folder_with,
     listed,
-    weight_map,
+    refuse_adapter_in,
+    source_folders,
 )
 from mergekit_slta.models.layout import model_tensor_name
 
 NO_FOLDER = "{model} is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER."
 
 
-# An adapter's files
-
-
-def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
-    """The folder with an adapter's files; an adapter on the Hub is downloaded."""
-    with hub.asking(path):
-        return hub.folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
-
-
-def source_folders(reference: ModelReference, cache_dir: str | None = None) -> tuple[Path, Path | None]:
-    """The folders with the files of a model and of its adapter, if it has one; mergekit downloads them if necessary."""
-    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
-    return base, adapter_folder(reference.lora, cache_dir) if reference.lora else None
-
-
-def source_files(folder: Path, adapter: Path | None) -> list[Path]:
-    """The files that decide a model's tensors, and its own code; those that mergekit prefers need not exist."""
-    preferred = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
-    weights = [folder / name for name in dict.fromkeys([*preferred, *weight_map(folder)])]
-    return [
-        *weights,
-        *sorted(folder.glob(CODE)),
-        *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else []),
-    ]
-
-
-def refuse_adapter_in(folder: Path) -> None:
-    """Refuse a model's folder that holds an adapter, too: mergekit reads the model alone."""
-    if (folder / ADAPTER_CONFIG).exists():
-        raise SltaError(f"{folder} holds an adapter, which transformers would add: move it, or name another folder.")
-
-
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
-    folder = hub.folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, CODE), path, cache_dir)
+    folder = folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, CODE), path, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 
-# Merging
-
-
-def in_recipes_type(options: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
-    """mergekit's options by name, with the type to merge adapters in, unless they name one.
-
-    It is the recipe's ``dtype`` where that is wide: a base model's own bfloat16 rounds half of a small change away.
-    Otherwise it is the base model's, as a narrower one would change the weights that the adapter leaves alone.
-    """
-    wide = dtype if (dtype or "").removeprefix("torch.") in ("float32", "float64") else None
-    return {**options, "lora_merge_dtype": options.get("lora_merge_dtype") or wide}
-
-
 def merge_adapter(
-    self: ModelReference,
+    self: ModelReference,  # of a model and an adapter
     cache_dir: str | None = None,
     trust_remote_code: bool = False,
     lora_merge_dtype: str | None = None,
@@ -104,8 +57,7 @@ def merge_adapter(
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
     Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
     """
-    if self.lora is None:
-        return self
+    assert self.lora is not None
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name

@@ -18,9 +18,9 @@ from mergekit.io.tasks import LoaderCache
 from torch.utils._pytree import tree_map
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.models.adapters import merge_adapter, source_files, source_folders
-from mergekit_slta.models.fingerprint import fingerprint_of, stamps
-from mergekit_slta.models.headers import Model, folder_headers
+from mergekit_slta.models.adapters import merge_adapter
+from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
+from mergekit_slta.models.headers import Model, folder_headers, source_folders
 
 PAGE = 4096  # bytes
 _aten = torch.ops.aten
@@ -40,7 +40,10 @@ class Checkpoint:
             self._folders = source_folders(reference, cache.hf_cache_dir)
             self._files = source_files(*self._folders)
             self.stamps = stamps(self._files)  # of the files that decide the tensors
-            merged = merge_adapter(reference, cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype)
+            merged = reference
+            if reference.lora:
+                how = cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype
+                merged = merge_adapter(reference, *how)
             self._loader = merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
         self.folder = self._loader.index.base_path  # of the files, the LoRA merged
         self.model = (

@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from mergekit_slta.errors import reading
 from mergekit_slta.files import digest
-from mergekit_slta.models.headers import ADAPTER_CONFIG, adapter_weights, unpickled, weight_map
+from mergekit_slta.models.headers import ADAPTER_CONFIG, CODE, WEIGHT_FILES, adapter_weights, unpickled, weight_map
 
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
@@ -52,6 +52,17 @@ def adapter_settings(folder: Path) -> dict[str, Any]:
             for key, value in json.loads(file.read_text(encoding="utf-8")).items()
             if key not in ("base_model_name_or_path", "revision")
         }
+
+
+def source_files(folder: Path, adapter: Path | None) -> list[Path]:
+    """The files that decide a model's tensors, and its own code; those that mergekit prefers need not exist."""
+    preferred = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
+    weights = [folder / name for name in dict.fromkeys([*preferred, *weight_map(folder)])]
+    return [
+        *weights,
+        *sorted(folder.glob(CODE)),
+        *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else []),
+    ]
 
 
 def stamps(files: Iterable[Path]) -> Stamps:

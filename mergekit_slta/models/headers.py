@@ -1,4 +1,4 @@
-"""A model's configuration and the headers of its weight files, in a folder or on the Hub, without reading weights."""
+"""A model's folder, its configuration and the headers of its weight files, also on the Hub, without reading weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pickle
 import re
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +155,25 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     return Model(reference, config, tensors, folder, trust_remote_code, architecture, prefix, vocabulary)
 
 
+def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:
+    try:
+        config = reference.config(trust_remote_code=trust_remote_code)
+    except Exception as error:  # a model's own code may raise anything
+        if "trust_remote_code" in str(error):
+            raise SltaError(f"{reference.model} needs its own code: allow it with --trust-remote-code.") from error
+        raise SltaError(
+            f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get an undamaged "
+            "copy, or a version of transformers that knows the model."
+        ) from error
+    names = config.architectures
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
+    return config
+
+
+# The folders of models and adapters
+
+
 def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with a model's files, also that of an earlier download; None if the model was not downloaded."""
     if os.path.isdir(path.path):
@@ -170,20 +189,34 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     return None
 
 
-def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:
-    try:
-        config = reference.config(trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's own code may raise anything
-        if "trust_remote_code" in str(error):
-            raise SltaError(f"{reference.model} needs its own code: allow it with --trust-remote-code.") from error
-        raise SltaError(
-            f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get an undamaged "
-            "copy, or a version of transformers that knows the model."
-        ) from error
-    names = config.architectures
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
-    return config
+def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:
+    """The folder that a path names; of a repository these files are downloaded, or those that fit these patterns."""
+    if Path(path.path).exists():
+        return Path(path.path)
+    patterns = [*files, "*config.json"]  # which every repository has: the Hub's client warns where nothing fits
+    return Path(
+        huggingface_hub.snapshot_download(
+            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=patterns
+        )
+    )
+
+
+def source_folders(reference: ModelReference, cache_dir: str | None = None) -> tuple[Path, Path | None]:
+    """The folders with the files of a model and of its adapter, if it has one; mergekit downloads them if necessary."""
+    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
+    return base, adapter_folder(reference.lora, cache_dir) if reference.lora else None
+
+
+def adapter_folder(path: ModelPath, cache_dir: str | None = None) -> Path:
+    """The folder with an adapter's files; an adapter on the Hub is downloaded."""
+    with hub.asking(path):
+        return folder_with([*ADAPTER_FILES, ADAPTER_CONFIG], path, cache_dir)
+
+
+def refuse_adapter_in(folder: Path) -> None:
+    """Refuse a model's folder that holds an adapter, too: mergekit reads the model alone."""
+    if (folder / ADAPTER_CONFIG).exists():
+        raise SltaError(f"{folder} holds an adapter, which transformers would add: move it, or name another folder.")
 
 
 # The headers of weight files

@@ -1,15 +1,14 @@
-"""Ask the Hugging Face Hub about a repository, and explain its errors to a user."""
+"""Explain the errors of the Hugging Face Hub to a user."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import huggingface_hub
 from huggingface_hub import errors as hub
 
 from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_full, suggestion
@@ -64,15 +63,3 @@ def asking(path: ModelPath) -> Iterator[None]:
         if near:  # no later try mends a name
             raise SltaError(f"{problem}{reason(error)}.") from error
         raise refused(problem, error) from error
-
-
-def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) -> Path:
-    """The folder that a path names; of a repository these files are downloaded, or those that fit these patterns."""
-    if Path(path.path).exists():
-        return Path(path.path)
-    patterns = [*files, "*config.json"]  # which every repository has: the Hub's client warns where nothing fits
-    return Path(
-        huggingface_hub.snapshot_download(
-            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=patterns
-        )
-    )

@@ -22,7 +22,7 @@ from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.engine.partial import run_of
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, WEIGHT_FILES
+from mergekit_slta.models.headers import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, WEIGHT_FILES, folder_with
 from mergekit_slta.output.card import CARD
 from mergekit_slta.recipe.experiment import Experiment
 
@@ -64,7 +64,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
 
 
 def _folder(patterns: Sequence[str], model: ModelPath) -> Path:
-    return hub.folder_with(patterns, model, LoaderCache().hf_cache_dir)
+    return folder_with(patterns, model, LoaderCache().hf_cache_dir)
 
 
 def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator[str]:

@@ -20,8 +20,8 @@ from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import MANIFEST_OF_MERGE
-from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.fingerprint import fingerprint_of
+from mergekit_slta.models.headers import source_folders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import SOURCES, published_name
 from mergekit_slta.recipe.settings import Parameters, expert_parameters

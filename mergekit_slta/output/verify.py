@@ -20,10 +20,17 @@ from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
-from mergekit_slta.models.adapters import source_folders
 from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.fingerprint import fingerprint_of
-from mergekit_slta.models.headers import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, Headers, Model, folder_headers
+from mergekit_slta.models.headers import (
+    CHAT_TEMPLATES,
+    PROCESSOR,
+    TOKENIZER_FILES,
+    Headers,
+    Model,
+    folder_headers,
+    source_folders,
+)
 from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened

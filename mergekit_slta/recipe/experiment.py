@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from typing import Any, TypedDict
@@ -26,7 +26,7 @@ from mergekit_slta.files import digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
 from mergekit_slta.levels import LEVELS
-from mergekit_slta.models.adapters import in_recipes_type, tokenizer_folder
+from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
@@ -46,6 +46,16 @@ class Options(TypedDict, total=False):
     quiet: bool  # no progress bars and no notes
 
 
+def merge_options(options: Mapping[str, Any], dtype: str | None) -> MergeOptions:
+    """mergekit's options, with the type to merge adapters in, unless they name one.
+
+    It is the recipe's ``dtype`` where that is wide: a base model's own bfloat16 rounds half of a small change away.
+    Otherwise it is the base model's, as a narrower one would change the weights that the adapter leaves alone.
+    """
+    wide = dtype if (dtype or "").removeprefix("torch.") in ("float32", "float64") else None
+    return MergeOptions(**{**options, "lora_merge_dtype": options.get("lora_merge_dtype") or wide})
+
+
 class Experiment:
     """The opened models and data of a recipe, or of its file; ``ranks`` share the work, and the options are mergekit's.
 
@@ -57,7 +67,7 @@ class Experiment:
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        self.options = MergeOptions(**in_recipes_type(plain(options), self.recipe.config.dtype))
+        self.options = merge_options(plain(options), self.recipe.config.dtype)
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)  # where the layers run
         self.quiet = self.options.quiet or not self.ranks.first  # no progress bars: the first process shows them

@@ -29,8 +29,8 @@ from mergekit_slta import ask, check, evaluate, verify
 from mergekit_slta.checks.models import one_model
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models import headers
-from mergekit_slta.models.adapters import adapter_folder, merge_adapter
-from mergekit_slta.models.headers import TensorHeader, adapter_weights, file_headers
+from mergekit_slta.models.adapters import merge_adapter
+from mergekit_slta.models.headers import TensorHeader, adapter_folder, adapter_weights, file_headers
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
