@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 
 from mergekit_slta.layers.maps import Role
-from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse
+from mergekit_slta.numerics.symmetric import add_ridge, gram, times_inverse
 
 # With the method's ridge, float32 moves τ by 1e-5 of its norm. It moves what τ minimizes by 1e-9, 1e-7, 1e-5, 1e-3 and
 # 0.1 of itself with ridges of 1e-2, 1e-3, 1e-4, 1e-5 and 1e-6, whatever the matrices' shapes and ranks are.
@@ -75,9 +75,7 @@ def merge_by_covariance(
             change.addmm_(exact - reference, of_task)
     if len(matrices) == 1 or reference is None:
         return mean
-    hold = ridge * eigenvalue(total)
-    change.add_(mean - reference, alpha=hold)
-    total.diagonal().add_(hold)
+    change.add_(mean - reference, alpha=add_ridge(total, ridge))
     solution = times_inverse(change, total)
     assert solution is not None  # a Gram matrix of finite numbers, with the ridge of a recipe, is positive definite
     return reference + solution

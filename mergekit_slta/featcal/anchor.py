@@ -15,7 +15,7 @@ from mergekit_slta.actmat.covariance import covariance, merged_vector
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import MAPS, LinearMap, Role, tensor_roles
 from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors
-from mergekit_slta.numerics.symmetric import eigenvalue
+from mergekit_slta.numerics.symmetric import add_ridge
 from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
 
 # A few prompts of adapters leave most directions of the input to the prior, and so need more of it than those of full
@@ -94,7 +94,7 @@ class ActmatAnchor(Blend):
         total = sum(sum(map(covariance, task_matrices)) for task_matrices in changes)
         if not isinstance(total, torch.Tensor) or not total.any():
             return None
-        total.diagonal().add_(self._ridge * eigenvalue(total))
+        add_ridge(total, self._ridge)
         return total.div_(total.diagonal().mean())
 
 

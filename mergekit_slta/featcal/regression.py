@@ -234,8 +234,7 @@ class _SumEquations:
         for half in moments:
             mirror(half)
         self._moments, self._cross, self._predicted = moments, sums.cross, sums.predicted
-        self._shape = shape_of_hold(moments.sum(0).diagonal())
-        hold = shaped(self._shape, prior)
+        self._shape, hold = hold_of(moments.sum(0).diagonal(), prior)
         self._hold = hold.diag() if hold.ndim == 1 else hold
 
     def change(self, ridge: float) -> torch.Tensor | None:
@@ -271,9 +270,8 @@ class _TokenEquations:
         self._residuals, self._combined = residuals, residuals @ combinations
         self._halves = [(halves == half).nonzero()[:, 0] for half in (0, 1)]
         energies = torch.stack([inputs[half].square().sum(0) for half in self._halves])
-        shape = shape_of_hold(energies.sum(0))
+        shape, hold = hold_of(energies.sum(0), prior)
         self._strengths = [strength(energy, shape) for energy in (energies.sum(0), *energies)]
-        hold = shaped(shape, prior)
         if hold.ndim == 1:
             whitened, self._held_inputs = inputs / hold.sqrt(), inputs / hold
         else:  # H = V^T V, and X V^-1 V^-T = X H^-1
@@ -310,29 +308,26 @@ def _plus(matrix: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     return system
 
 
-def shape_of_hold(diagonal: torch.Tensor) -> torch.Tensor:
-    """The diagonal [d_in] of H without a prior and without its strength, from the diagonal of A [d_in]."""
-    return diagonal if diagonal.mean() > MASSIVE * diagonal.median() else torch.ones_like(diagonal)
+def hold_of(diagonal: torch.Tensor, prior: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """H in units of its strength, from the diagonal of A [d_in]: its shape [d_in], and H [d_in, d_in].
+
+    The shape is the diagonal that H has without a prior; where there is none, H is returned as its diagonal. A
+    dimension that is always zero is held apart from the others, so that its change is zero.
+    """
+    shape = diagonal if diagonal.mean() > MASSIVE * diagonal.median() else torch.ones_like(diagonal)
+    if prior is None:
+        return shape, torch.where(shape > 0, shape, 1.0)
+    if bool((shape == 1).all()):
+        return shape, prior
+    hold = prior * shape.sqrt() * shape.sqrt()[:, None]
+    hold.diagonal()[shape == 0] = 1
+    return shape, hold
 
 
 def strength(diagonal: torch.Tensor, shape: torch.Tensor) -> torch.Tensor:
     """The strength [] of H in units of its ``shape`` [d_in], from the diagonal of A, or of its part of a half."""
     total = diagonal.sum()
     return torch.where(total > 0, total / shape.sum(), 1.0)
-
-
-def shaped(shape: torch.Tensor, prior: torch.Tensor | None) -> torch.Tensor:
-    """H [d_in, d_in] in units of its strength, or its diagonal [d_in] where there is no prior.
-
-    A dimension that is always zero is held apart from the others, so that its change is zero.
-    """
-    if prior is None:
-        return torch.where(shape > 0, shape, 1.0)
-    if bool((shape == 1).all()):
-        return prior
-    hold = prior * shape.sqrt() * shape.sqrt()[:, None]
-    hold.diagonal()[shape == 0] = 1
-    return hold
 
 
 def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:

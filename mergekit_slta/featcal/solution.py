@@ -95,6 +95,9 @@ class SolvedModel:
         self.decoder, self.layout, self._partial = decoder, layout, partial
         layers = ((layer, decoder.layer_tensors[layer]) for layer in range(len(decoder)))
         self._layers = {name: layer for layer, names in layers for name in names.values()}
+        # The names in mergekit's plan of the language model's tensors, if the model runs them.
+        language = decoder.language_tensors
+        self.language = {stored for stored, piece in layout.pieces.items() if language.issuperset(piece.targets)}
 
     def tensor(self, stored: str) -> torch.Tensor | None:
         """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
@@ -118,11 +121,6 @@ class SolvedModel:
                 return files[target].get_slice(target)[mixture_expert]
 
             return self.layout.restore(stored, solved)  # as solved, if the checkpoint stores it as the model has it
-
-    def is_language(self, stored: str) -> bool:
-        """Whether a tensor of mergekit's plan is the language model's, and the model runs it."""
-        piece = self.layout.pieces.get(stored)
-        return piece is not None and self.decoder.language_tensors.issuperset(piece.targets)
 
     def errors(self) -> torch.Tensor:
         """The errors [layers, tasks] of the merged model's layer outputs.

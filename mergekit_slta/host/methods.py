@@ -200,7 +200,7 @@ class FeatcalMerge(Merge):
         tensor = self._solved.tensor(stored)
         if tensor is not None:
             return tensor.to(base.device, base.dtype)
-        if not self._solved.is_language(stored):
+        if stored not in self._solved.language:
             return base
         equal = torch.tensor(1 / (len(group.non_base) + self._keep_weight))
         return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])

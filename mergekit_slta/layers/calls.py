@@ -190,11 +190,11 @@ def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed
     The rows of a large matrix overlap in memory, and so do the matrices of a stack, each of which lies in one piece: no
     product copies more than one matrix.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    generator, numbers = torch.Generator().manual_seed(seed), dict[Any, torch.Tensor]()
+    for name, tensor in state.items():
         if not tensor.is_floating_point():
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            numbers[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            continue
         columns = tensor.shape[-1] if tensor.ndim > 1 else 1
         strides = list(torch.empty(tensor.shape, device="meta").stride())
         if tensor.numel() > SMALL:
@@ -204,9 +204,8 @@ def random_numbers(state: Mapping[Any, torch.Tensor], device: torch.device, seed
         values = torch.randn(min(size, RANDOM_NUMBERS), generator=generator)
         values = values / columns**0.5 if tensor.ndim > 1 else 1 + values / 10
         values = values.repeat(-(-size // len(values))).to(device)
-        return values.as_strided(tensor.shape, strides)
-
-    return {name: numbers(tensor) for name, tensor in state.items()}
+        numbers[name] = values.as_strided(tensor.shape, strides)
+    return numbers
 
 
 def made_up_edges(decoder: Decoder) -> Tensors:

@@ -98,10 +98,7 @@ def dotted_tails(name: str) -> Iterator[str]:
 
 
 def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
-    """The roles of a model's tensors by name, and by every ending of a name that has only one role.
-
-    Endings serve checkpoints whose names begin otherwise, and sliced recipes, whose output may have more layers.
-    """
+    """The roles of a model's tensors, by the model's names."""
     head = model.get_output_embeddings()
     head_parameters = {id(parameter) for parameter in head.parameters()} if head is not None else set()
     named: dict[str, Role] = {}
@@ -109,25 +106,29 @@ def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             role = Role.OTHER if id(tensor) in head_parameters else tensor_role(module, name, tensor)
             named[f"{path}.{name}" if path else name] = role
-    endings: dict[str, set[Role]] = {}
-    for full_name, role in named.items():
-        for ending in dotted_tails(full_name):
-            endings.setdefault(ending, set()).add(role)
-    return {ending: next(iter(roles)) for ending, roles in endings.items() if len(roles) == 1} | named
+    return named
 
 
 def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping[str, Role]:
-    """The roles of the base model's tensors; empty, with a warning, if transformers cannot build the model."""
+    """The roles of the base model's tensors by name, and by every ending of a name that has only one role.
+
+    Endings serve checkpoints whose names begin otherwise, and sliced recipes, whose output may have more layers. There
+    are none, and a warning, if transformers cannot build the model.
+    """
     reason = "the tensors come without a model"
     if isinstance(base, ModelReference):
         try:
             with reading(f"The configuration of {base}"):
                 config = base.config(trust_remote_code)
-            model = meta_model(config, trust_remote_code)
+            named = tensor_roles(meta_model(config, trust_remote_code))
         except SltaError as error:
             reason = str(error)
         else:
-            return tensor_roles(model)
+            endings: dict[str, set[Role]] = {}
+            for name, role in named.items():
+                for ending in dotted_tails(name):
+                    endings.setdefault(ending, set()).add(role)
+            return {ending: next(iter(roles)) for ending, roles in endings.items() if len(roles) == 1} | named
     LOG.warning(
         "%s cannot read the structure of %s (%s), and uses the shapes of the tensors: it treats matrices as linear "
         "maps.",

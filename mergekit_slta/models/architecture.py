@@ -13,7 +13,7 @@ import logging
 import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,14 +34,15 @@ ONE_AT_A_TIME = threading.RLock()
 LAYER = re.compile(r"\.(\d+)\.")
 
 
+@dataclass(eq=False)
 class StoredModule(ModuleArchitecture):
     """A stack of layers, or what lies outside of all stacks, as the base model's checkpoint stores it.
 
     mergekit pairs the tensors of several models by their places in these lists, so they are the same for all.
     """
 
-    def __init__(self, outside: list[WeightInfo], layers: list[list[WeightInfo]]) -> None:
-        self.outside, self.layers = outside, layers
+    outside: list[WeightInfo]
+    layers: list[list[WeightInfo]]
 
     def pre_weights(self, config: transformers.PretrainedConfig) -> list[WeightInfo]:
         return self.outside

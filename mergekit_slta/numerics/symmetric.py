@@ -39,13 +39,16 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
     return mirror(add_gram(rows, rows.new_zeros(rows.shape[1], rows.shape[1])))
 
 
-def eigenvalue(matrix: torch.Tensor) -> float:
-    """|S|²_F / trace S of a positive semidefinite matrix S [n, n]: the mean of its eigenvalues, weighted by themselves.
+def add_ridge(matrix: torch.Tensor, ridge: float) -> float:
+    """Add ridge · |S|²_F / trace S to the diagonal of a positive semidefinite matrix S [n, n], and return it.
 
-    Directions in which S is zero do not change it, so it knows no width. It is 0 for a matrix of zeros.
+    The quotient is the mean of the eigenvalues of S, weighted by themselves. Directions in which S is zero do not
+    change it, so it knows no width. It is 0 for a matrix of zeros.
     """
     trace = float(matrix.trace())
-    return float(matrix.norm()) ** 2 / trace if trace else 0.0
+    hold = ridge * (float(matrix.norm()) ** 2 / trace if trace else 0.0)
+    matrix.diagonal().add_(hold)
+    return hold
 
 
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:

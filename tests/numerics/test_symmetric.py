@@ -8,7 +8,7 @@ import torch
 from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.numerics import symmetric
-from mergekit_slta.numerics.symmetric import eigenvalue, gram, times_inverse
+from mergekit_slta.numerics.symmetric import add_ridge, gram, times_inverse
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,8 @@ def test_a_gram_matrix_is_the_product_whatever_its_blocks(block: int, monkeypatc
 def test_a_ridge_knows_no_width(width: int) -> None:
     matrix = torch.zeros(width, width, dtype=torch.float64)
     matrix[range(4), range(4)] = torch.tensor([1.0, 2.0, 2.0, 5.0], dtype=torch.float64)
-    assert eigenvalue(matrix) == pytest.approx(3.4, abs=IN_FLOAT64)  # (1 + 4 + 4 + 25) / 10
-    assert eigenvalue(torch.zeros(3, 3)) == 0.0
+    assert add_ridge(matrix.clone(), 0.5) == pytest.approx(1.7, abs=IN_FLOAT64)  # half of (1 + 4 + 4 + 25) / 10
+    assert add_ridge(torch.zeros(3, 3), 0.5) == 0.0
 
 
 @pytest.mark.parametrize("system", [-torch.eye(3), torch.zeros(3, 3), torch.full((3, 3), torch.nan)], ids=str)
