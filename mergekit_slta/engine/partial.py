@@ -88,19 +88,16 @@ class Partial:
         """
         with ranks.one_refusal():
             known, identity = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(identity))
-            changed = [] if known is None else [key for key in identity if known.get(key) != identity[key]]
+            names = [key for key in identity if known is not None and known.get(key) != identity[key]]
+            changed = ", ".join(names)
             if changed and not replace:
                 raise SltaError(
-                    f"{self.folder} belongs to another measurement (different {', '.join(changed)}): finish that "
+                    f"{self.folder} belongs to another measurement (different {changed}): finish that "
                     "measurement, or delete the folder."
                 )
             if changed:
                 if any(self.folder.glob("*.safetensors")):
-                    LOG.warning(
-                        "The layers of another merge (different %s) in %s were deleted.",
-                        ", ".join(changed),
-                        self.folder,
-                    )
+                    LOG.warning("The layers of another merge (different %s) in %s were deleted.", changed, self.folder)
                 self._delete_layers()
             if ranks.first and not (self.folder / RUN).exists():
                 with _written(self.folder / RUN) as beside:

@@ -25,7 +25,7 @@ from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
@@ -82,7 +82,7 @@ def score_model(
             "tokens: compare only models with the base model's vocabulary."
         )
     decoder = trace(checkpoint.config, checkpoint.model.trust_remote_code, device)
-    if decoder.tail_problem:
+    if tail_problem(decoder):
         raise SltaError(
             f"{checkpoint} cannot be scored: its logits need more than the output of its last layer. Score it with a "
             "library that runs whole models."

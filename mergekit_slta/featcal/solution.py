@@ -16,7 +16,7 @@ from mergekit_slta.featcal.merge import LAYER_ERRORS, FeatureMerge
 from mergekit_slta.files import digest
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import LinearMap
-from mergekit_slta.layers.trace import on_device
+from mergekit_slta.layers.trace import on_device, tail_problem
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -72,7 +72,7 @@ def head_to_solve(experiment: Experiment) -> LinearMap | None:
     head = experiment.decoder.head
     if head is None:
         return None
-    why = "the logits need more than the last layer's output" if experiment.decoder.tail_problem else ""
+    why = "the logits need more than the last layer's output" if tail_problem(experiment.decoder) else ""
     if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
         why = "mergekit reorders its rows for the recipe's 'tokenizer'"
     if why:

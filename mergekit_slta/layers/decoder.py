@@ -197,7 +197,10 @@ Nodes = frozenset[str]
 
 @dataclass(frozen=True)
 class Writer:
-    """A module whose output a layer adds to the residual stream, or a norm of it."""
+    """The module of a linear map whose output, or a norm of it, a layer adds to the residual stream times a constant.
+
+    (A gate or a router's weight multiplies by another number for each token.)
+    """
 
     factor: float  # the constant that its output, or the norm's, is multiplied by
     # What the stream that it adds to is the sum of: ``INPUT`` and outputs of children, each with the constant on it.
@@ -281,7 +284,6 @@ class Decoder:
     restore: Callable[[], None]  # puts the model into the state in which it was built
     runs: list[LayerRun]  # the layers' modules report to the last run in it
     form: LayerForm = field(default_factory=LayerForm)
-    tail_problem: str | None = None  # why the logits cannot be computed from the last layer's output alone, if so
 
     def __post_init__(self) -> None:
         model, paths = self.model, {module: path for path, module in self.model.named_modules()}

@@ -55,7 +55,6 @@ from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import meta_model
 
 LOG = logging.getLogger(__name__)
-
 Found = TypeVar("Found")
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
@@ -70,19 +69,15 @@ INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
 def trace(
-    config: transformers.PretrainedConfig,
-    trust_remote_code: bool = False,
-    device: torch.device | str = "cpu",
-    *,
-    built: transformers.PreTrainedModel | None = None,  # by ``meta_model``, which takes seconds; it is changed
+    config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: torch.device | str = "cpu"
 ) -> Decoder:
-    """Find out how a model calls its decoder layers, what these return, and how it ends."""
+    """Find out how a model calls its decoder layers, and what these return."""
     refuse_unless_decoder(config)
-    return on_device(trace_model(built or meta_model(config, trust_remote_code)), device)
+    return on_device(trace_model(meta_model(config, trust_remote_code)), device)
 
 
 def trace_model(model: transformers.PreTrainedModel) -> Decoder:
-    """``trace`` a model that is on the meta device, on the CPU."""
+    """``trace`` a model that is on the meta device, on the CPU; what it does when it runs is changed."""
     # Attention stays the architecture's default: torch's own, whose memory grows with the length, or, for a few such as
     # Gemma 2 and gpt-oss, the one that has the scores of all pairs of tokens in memory. See ``_with_form``.
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
@@ -94,14 +89,12 @@ def trace_model(model: transformers.PreTrainedModel) -> Decoder:
     runs = watch(layers)  # before the state to which the model returns is taken
     decoder = Decoder(model, tower, model.base_model, layers, torch.device("cpu"), fresh(model), runs)
     try:
-        decoder = _with_form(decoder)
-        decoder.tail_problem = _tail_problem(decoder)
+        return _with_form(decoder)
     except ModelCodeError as error:
         raise SltaError(
             f"The layers of {decoder.name} cannot be run one at a time ({error}), as slta and featcal do: use "
             "'merge_method: actmat'."
         ) from error
-    return decoder
 
 
 def on_device(decoder: Decoder, device: torch.device | str) -> Decoder:
@@ -229,7 +222,7 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     )
 
 
-def _tail_problem(decoder: Decoder) -> str | None:
+def tail_problem(decoder: Decoder) -> str | None:
     """Why the logits cannot be computed from the last layer's output alone, if they cannot."""
     if decoder.model.get_output_embeddings() is None:
         return None
@@ -264,12 +257,7 @@ def of_each_layer(decoder: Decoder, find: Callable[[Decoder, int], Found]) -> tu
 
 @torch.no_grad()
 def find_writers(decoder: Decoder, layer: int) -> dict[str, Writer]:
-    """The layer's writers by their paths, if its trace shows them: modules of linear maps.
-
-    Their outputs go through nothing but a constant and a child that is a norm before they are added to the residual
-    stream; of those that write side by side, it is the last. (A gate or a router's weight multiplies by another number
-    for each token.)
-    """
+    """The layer's writers by their paths, if its trace shows them; of those that write side by side, the last."""
     try:
         trial = _Trial(decoder, layer)
         reads = trial.reads()

@@ -57,12 +57,11 @@ def merge_adapter(
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
     Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
     """
-    assert self.lora is not None
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
-    paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     base, adapter = source_folders(self, LoaderCache().hf_cache_dir)
-    assert adapter is not None
+    assert self.lora and adapter
+    paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     refuse_adapter_in(base)
     content = [fingerprint_of(base, adapter), lora_merge_dtype, sorted(stamps(source_files(base, adapter)).values())]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"

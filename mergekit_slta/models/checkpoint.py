@@ -40,15 +40,12 @@ class Checkpoint:
             self._folders = source_folders(reference, cache.hf_cache_dir)
             self._files = source_files(*self._folders)
             self.stamps = stamps(self._files)  # of the files that decide the tensors
-            merged = reference
-            if reference.lora:
-                how = cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype
-                merged = merge_adapter(reference, *how)
+            how = cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype
+            merged = merge_adapter(reference, *how) if reference.lora else reference
             self._loader = merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
         self.folder = self._loader.index.base_path  # of the files, the LoRA merged
-        self.model = (
-            replace(model, tensors=folder_headers(Path(self.folder))) if reference.lora else model
-        )  # merged too
+        # With the headers of these files.
+        self.model = replace(model, tensors=folder_headers(Path(self.folder))) if reference.lora else model
 
     def __str__(self) -> str:
         return str(self.reference)

@@ -58,11 +58,8 @@ def source_files(folder: Path, adapter: Path | None) -> list[Path]:
     """The files that decide a model's tensors, and its own code; those that mergekit prefers need not exist."""
     preferred = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]
     weights = [folder / name for name in dict.fromkeys([*preferred, *weight_map(folder)])]
-    return [
-        *weights,
-        *sorted(folder.glob(CODE)),
-        *([adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else []),
-    ]
+    of_adapter = [adapter / ADAPTER_CONFIG, adapter_weights(adapter)] if adapter else []
+    return [*weights, *sorted(folder.glob(CODE)), *of_adapter]
 
 
 def stamps(files: Iterable[Path]) -> Stamps:

@@ -89,9 +89,7 @@ class Model:
     architecture: str  # the model's class as its configuration names it
     prefix: str  # which checkpoints of the bare base model lack
     vocabulary: Any  # how many token ids the model knows; None if it is no language model
-    _layouts: dict[transformers.PreTrainedModel | None, Layout] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _layouts: dict[Any, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __str__(self) -> str:
         return str(self.reference)

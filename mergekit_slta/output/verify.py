@@ -22,15 +22,7 @@ from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.fingerprint import fingerprint_of
-from mergekit_slta.models.headers import (
-    CHAT_TEMPLATES,
-    PROCESSOR,
-    TOKENIZER_FILES,
-    Headers,
-    Model,
-    folder_headers,
-    source_folders,
-)
+from mergekit_slta.models.headers import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, Headers, Model, folder_headers
 from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -95,8 +87,8 @@ def verify(
     source = experiment.recipe.tokenizer_source
     owner = experiment.recipe.tokenizer_owner if isinstance(source, ModelReference) else base.reference
     problems += _tokenizer_problems(experiment, owner, merged_model)
-    base_folder, _ = source_folders(base.reference, experiment.options.transformers_cache)
-    notes += _lacking_files(base_folder, folder, config, source is not None)
+    base_folder = ModelReference(model=base.reference.model).local_path(experiment.options.transformers_cache)
+    notes += _lacking_files(Path(base_folder), folder, config, source is not None)
     return Verification(tuple(problems), len(stored), tuple(notes))
 
 

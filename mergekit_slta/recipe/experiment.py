@@ -24,14 +24,14 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.files import digest, versions
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import refuse_unless_decoder, tail_problem, trace_model
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import Model, open_model, other_vocabularies
-from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
 
@@ -125,7 +125,8 @@ class Experiment:
     def decoder(self) -> Decoder:
         """The base model's decoder, without weights, traced on the CPU; an SltaError if it is no decoder-only model."""
         base = self.model(self.recipe.base)
-        return trace(base.config, self.options.trust_remote_code, built=base.built)
+        refuse_unless_decoder(base.config)
+        return trace_model(base.built or meta_model(base.config, self.options.trust_remote_code))
 
     @property
     def layout(self) -> Layout:
@@ -163,7 +164,7 @@ class Experiment:
         if "model" in levels:
             others = other_vocabularies(*self.models)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
-        if (problem := self.decoder.tail_problem) and "model" in levels:
+        if "model" in levels and (problem := tail_problem(self.decoder)):
             raise SltaError(problem)
 
     # Data

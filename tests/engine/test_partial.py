@@ -61,9 +61,8 @@ def test_finished_layers_are_not_measured_again(
 @pytest.mark.parametrize("content", ["notes.txt", "layer-0000.safetensors", RUN])
 def test_a_folder_of_the_user_is_neither_taken_nor_removed(content: str, tmp_path: Path) -> None:
     (tmp_path / content).write_text('{"my own": 1}')
-    with pytest.raises(
-        SltaError, match=f"holds {content}, which no unfinished run writes|belongs to another measurement"
-    ):
+    said = f"holds {content}, which no unfinished run writes|belongs to another measurement"
+    with pytest.raises(SltaError, match=said):
         begun(tmp_path)
     assert (tmp_path / content).read_text() == '{"my own": 1}'
 

@@ -16,7 +16,7 @@ from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import embed, logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.levels import LEVELS
 
 LENGTHS = (9, 5)
@@ -196,7 +196,7 @@ def test_a_level_that_does_not_apply_is_refused_before_anything_is_measured(case
         with pytest.raises(SltaError, match=words):
             trace(config)
         return
-    assert re.search(words, trace(config).tail_problem or "")
+    assert re.search(words, tail_problem(trace(config)) or "")
 
 
 DEEPSEEK = """

@@ -14,7 +14,6 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import trace
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerStructure
-from mergekit_slta.layers.trace import structures
 from mergekit_slta.slta.submodules import fallbacks, submodules
 
 Part = Callable[[torch.Tensor], torch.Tensor]
@@ -94,10 +93,10 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
     others = {**random_numbers(decoder.layers[0].state_dict(), decoder.device, seed=1), "weight": weights["weight"]}
     base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
     unit = {"a difference": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
-    found = structures(decoder)[0].change("layer", run, base)
+    found = trace.structures(decoder)[0].change("layer", run, base)
     assert torch.allclose(unit * found, run.output - base.output, rtol=0, atol=state_rounding(layers=1))
     if name in SUMS:
-        branches = {branch: children - {"weight"} for branch, children in structures(decoder)[0].branches.items()}
+        branches = {branch: children - {"weight"} for branch, children in trace.structures(decoder)[0].branches.items()}
         assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
 
 
@@ -108,7 +107,7 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split(caplog: pytest.LogCap
         return x + attend(x) + fed
 
     decoder = decoder_of(refuse)
-    assert structures(decoder)[0] == LayerStructure()
+    assert trace.structures(decoder)[0] == LayerStructure()
     assert caplog.messages == [
         "Layers like this one are not split further, because its trace fails: layer 0 of Model: ValueError: There is "
         "nothing to add"
@@ -125,14 +124,9 @@ def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
         decoder_of(fail)
 
 
-NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "on_device"}  # called before, or not at all
-NOT_HERE |= {"first_line"}
+NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "first_line"}  # called before, or not at all
 HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in NOT_HERE]
 OF_TRIALS = ["reads", "summands", "has_mixed", "confirms", "_run"]
-
-
-def everything(decoder: Decoder, layer: int) -> tuple[Any, ...]:
-    return structures(decoder)[layer], trace.find_writers(decoder, layer)
 
 
 @pytest.mark.parametrize("helper", [*HELPERS, *OF_TRIALS])
@@ -142,7 +136,10 @@ def test_an_error_of_our_own_in_a_trace_is_not_passed_over(helper: str, monkeypa
 
     monkeypatch.setattr(trace._Trial if helper in OF_TRIALS else trace, helper, mistaken)
     with pytest.raises(TypeError, match="a mistake of ours"):
-        trace.of_each_layer(families.traced(transformers.LlamaForCausalLM), everything)
+        trace.of_each_layer(
+            families.traced(transformers.LlamaForCausalLM),
+            lambda own, layer: (trace.structures(own), trace.find_writers(own, layer), trace.tail_problem(own)),
+        )
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ from mergekit_slta.featcal.merge import FeatureMerge
 from mergekit_slta.featcal.solution import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import trace, trace_model
+from mergekit_slta.layers.trace import tail_problem, trace, trace_model
 from mergekit_slta.models import headers
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.layout import Layout
@@ -554,7 +554,7 @@ def feature_merge(
     anchor = ActmatAnchor(models, decoder, keep_weight)
     tasks = tasks or family.token_ids()
     weights = [torch.ones(len(row)) for samples in tasks for row in samples]
-    head = None if decoder.tail_problem else decoder.head
+    head = None if tail_problem(decoder) else decoder.head
     arguments = {"ridge": 0.1, "head": head, "token_weights": weights} | arguments
     with batches_of(batch_tokens):
         FeatureMerge(decoder, models, tasks, Ranks(), anchor, partial=partial, **arguments).solve()
