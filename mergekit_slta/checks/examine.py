@@ -15,10 +15,11 @@ from typing import Any, Unpack
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import is_dataset, parse_dataset
+from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable, refuse
 from mergekit_slta.evaluation.evaluate import MORE
@@ -42,6 +43,7 @@ from mergekit_slta.slta.submodules import fallbacks
 from mergekit_slta.words import counted, enumerated, listed
 
 HALF = ("bfloat16", "float16")
+SHOWN = 150  # characters at the beginning and at the end of a sample
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,9 +88,22 @@ def check(recipe: RecipeOrFile, out_path: str | os.PathLike[str] | None = None, 
         return Findings(list(error.sentences), [], exit_code=error.exit_code)
     settings = experiment.recipe.settings
     coarser = fallbacks(experiment.decoder, settings.level) if isinstance(settings, SltaSettings) else []
-    shown = [drawn.example for drawn in experiment.drawn.values()]
+    shown = [first_sample(drawn, experiment.samples_tokenizer) for drawn in experiment.drawn.values()]
     notes = [*map(str, coarser), *notes, *shown]  # a run logs the coarser levels when it measures
     return Findings([], notes, _verdict(recipe, experiment), space.needs(experiment))
+
+
+def first_sample(data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first sample that was drawn from a source, as the model sees it."""
+    (row, *others), answer, known = data.token_ids, data.answers[0], len(data.answers) - data.answers.count(None)
+
+    def shown(begin: int, end: int) -> str:
+        text = str(tokenizer.decode([*row[begin:end]], clean_up_tokenization_spaces=False))
+        return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
+
+    ends = f"its answer is {shown(*answer)}" if answer else "no answer is known in it"
+    some = f" An answer is known in {known} of {1 + len(others)} prompts." if 0 < known <= len(others) else ""
+    return f"Row {data.records[0] + 1} of {data.source!r} as the model sees it: {shown(0, len(row))}; {ends}.{some}"
 
 
 def _verdict(source: RecipeOrFile, experiment: Experiment) -> str:

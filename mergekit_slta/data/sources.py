@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 DATASET_PREFIX = "hf:"
-SHOWN = 150  # characters at the beginning and at the end of a sample that ``check`` shows
 CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
 # Llama 3.2's chat template writes when it is given none.
@@ -53,13 +52,11 @@ class CalibrationData:
     """The samples drawn from one source."""
 
     source: str  # as the recipe spells it
-    template: str  # of the expert, or ""
     token_ids: tuple[tuple[int, ...], ...]  # a row per sample, in the order drawn; no padding
     records: tuple[int, ...]  # each row's index in the source
     # The place of the record's answer in each row: the index of its first token, and of the one after its last, which
     # is beyond the row if the answer is cut off. None for a record without a known answer.
     answers: tuple[Span | None, ...]
-    example: str = ""  # the first sample as the model sees it, in a sentence
     revision: str = ""  # of a dataset from the Hub: the commit, or "" if it is not known
 
     @property
@@ -150,26 +147,11 @@ class CalibrationSource:
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
         return CalibrationData(
             self.source,
-            self.template,
             tuple(sample.row for sample in drawn),
             tuple(sample.record for sample in drawn),
             tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
-            self._example(drawn) if drawn else "",
             _revision(records),
         )
-
-    def _example(self, drawn: list[_Sample]) -> str:
-        def shown(begin: int, end: int) -> str:
-            text = str(self.tokenizer.decode([*sample.row[begin:end]], clean_up_tokenization_spaces=False))
-            return repr(text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]} … {text[-SHOWN:]}")
-
-        sample, answers = drawn[0], sum(sample.answer is not None for sample in drawn)
-        some = f" An answer is known for {answers} of {len(drawn)} prompts." if 0 < answers < len(drawn) else ""
-        answer, length = sample.answer, len(sample.row)
-        sees = f"Row {sample.record + 1} of {self.source!r} as the model sees it: {shown(0, length)}"
-        if not answer:
-            return f"{sees}; no answer is known.{some}"
-        return f"{sees}; its answer {f'is {shown(*answer)}' if answer[0] < length else 'lies beyond max_tokens'}.{some}"
 
     def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
         """What the prompts lack of the rows, a sentence each."""

@@ -125,8 +125,8 @@ def _measured(
     recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
     settings = recipe.settings_of(CalibrationSettings)
     calibration = [
-        CalibrationInfo(source=source_name(drawn.source), template=drawn.template, sha256=drawn.sha256)
-        for drawn in data
+        CalibrationInfo(source=source_name(drawn.source), template=task.template, sha256=drawn.sha256)
+        for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
     base, *experts = (model.fingerprint for model in experiment.checkpoints)
     info = Info(

@@ -8,13 +8,15 @@ import pytest
 from conftest import MakeFamily
 from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
+from support.calibration_samples import load, write_jsonl
 from support.command import run
 from support.copies import edit_tensors
 from support.examining import only, problems, save_random, with_data, with_expert
 from support.families import Family
 from support.hub import downloaded_dataset, serve
+from transformers import PreTrainedTokenizerBase
 
-from mergekit_slta.checks.examine import check, examine
+from mergekit_slta.checks.examine import check, examine, first_sample
 from mergekit_slta.recipe.recipe import Recipe
 
 
@@ -107,6 +109,20 @@ def test_check_says_that_calibration_leaves_no_record_for_evaluate(
     assert unseen == "The prompts of hf:org/data are read when the models run: this check has not seen them."
     assert not found.problems and len(notes) == bool(words)
     assert all(words in note and str(file if tested is not None else family.data[0]) in note for note in notes)
+
+
+def test_check_shows_a_sample_as_the_model_sees_it(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+    def said(*records: dict[str, str | None], max_tokens: int = 2000) -> str:
+        source = write_jsonl(tmp_path / "a.jsonl", records)
+        return first_sample(load(source, plain_tokenizer, max_tokens=max_tokens), plain_tokenizer)
+
+    long = said({"question": "ab" * 400, "answer": "c d"})
+    assert long.startswith(f"Row 1 of '{tmp_path / 'a.jsonl'}' as the model sees it: '<s>abab") and len(long) < 500
+    assert long.endswith(" … " + "ab" * 71 + "\\nc d</s>'; its answer is 'c d'.")
+    assert said({"question": "ab", "answer": "c"}, max_tokens=3).endswith("'<s>ab'; no answer is known in it.")
+    assert said({"text": "ab"}).endswith("'<s>ab</s>'; no answer is known in it.")
+    pairs = [{"question": "a", "answer": answer} for answer in ("b", None, "c")]
+    assert said(*pairs).endswith(" An answer is known in 2 of 3 prompts.")
 
 
 def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> None:

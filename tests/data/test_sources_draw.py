@@ -141,7 +141,7 @@ def test_fewer_than_asked_is_a_warning(
 def test_sha256_is_that_of_lengths_and_ids() -> None:
     rows = ((5, 2**40), (7,), (1, 2, 3))
     packed = b"".join(struct.pack(f"<{len(row) + 1}q", len(row), *row) for row in rows)
-    assert CalibrationData("a", "", rows, (0, 1, 2), (None,) * 3).sha256 == hashlib.sha256(packed).hexdigest()
+    assert CalibrationData("a", rows, (0, 1, 2), (None,) * 3).sha256 == hashlib.sha256(packed).hexdigest()
 
 
 def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path, template: str = "") -> str:
@@ -262,22 +262,6 @@ def test_answers_beyond_max_tokens_are_counted_with_the_number_that_reaches_them
     caplog.clear()
     load(source, plain_tokenizer, max_tokens=needed)
     assert "lie beyond" not in caplog.text
-
-
-def test_an_example_shows_a_sample_as_the_model_sees_it(
-    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"question": "ab" * 400, "answer": "c d"}])
-    example = load(source, plain_tokenizer, max_tokens=2000).example
-    assert example.startswith(f"Row 1 of {source!r} as the model sees it: '<s>abab") and len(example) < 500
-    assert example.endswith(" … " + "ab" * 71 + "\\nc d</s>'; its answer is 'c d'.")
-    example = load(source, plain_tokenizer, max_tokens=4).example
-    assert example.endswith("'<s>aba'; its answer lies beyond max_tokens.")
-    source = write_jsonl(tmp_path / "b.jsonl", [{"text": "ab"}])
-    assert load(source, plain_tokenizer).example.endswith("'<s>ab</s>'; no answer is known.")
-    pairs = [{"question": "a", "answer": answer} for answer in ("b", None, "c")]
-    example = load(write_jsonl(tmp_path / "c.jsonl", pairs), plain_tokenizer).example
-    assert example.endswith(" An answer is known for 2 of 3 prompts.")
 
 
 def test_copies_are_counted(

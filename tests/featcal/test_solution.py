@@ -113,7 +113,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
 def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_it_goes() -> None:
     samples = [(6, (3, 5)), (4, (3, 40)), (2, None), (2, (1, 2))]  # lengths, and the places of answers
     ids, answers = (tuple(range(length)) for length, _ in samples), tuple(answer for _, answer in samples)
-    data = CalibrationData("a.jsonl", "", tuple(ids), tuple(range(len(samples))), answers)
+    data = CalibrationData("a.jsonl", tuple(ids), tuple(range(len(samples))), answers)
     expected = [[1, 1, W, W, W, 1], [1, 1, W, W], [1, 1], [W, W]]
     assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
 
