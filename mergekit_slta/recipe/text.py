@@ -6,7 +6,7 @@ import importlib.resources
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
         yield f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
     yield from _inputs(config)
     places = defaultdict[tuple[str, str], list[str]](list)  # of a fault: what comes before "in PLACES", and after it
-    for where, table, model in _parameter_tables(config):
+    for where, table, model in parameter_tables(config):
         is_base = model is not None and model == config.base_model
         if is_base and not settings.runs_models:
             continue  # the method ignores the base model's entry, as the check notes
@@ -71,12 +71,12 @@ def normalize(config: MergeConfiguration) -> None:
     if made and made.tokens and made.source == "base" and config.base_model:
         # mergekit would take the new tokens for the base model's own, and what pads its embedding for their rows.
         config.tokenizer = made.model_copy(update={"source": ModelReference(model=config.base_model.model)})
-    for _, table, _ in _parameter_tables(config) if config.merge_method == "actmat" else ():
+    for _, table, _ in parameter_tables(config) if config.merge_method == "actmat" else ():
         if isinstance(table, dict) and "scale" in table:
             table.setdefault("lambda", table.pop("scale"))
 
 
-def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
+def parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
     """Every ``parameters:`` table: its place for error messages, what it holds, and the model that it is of, if any."""
     yield "the recipe's parameters", config.parameters or {}, None
     for name, module in (config.modules or {}).items():
@@ -85,16 +85,6 @@ def _parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping
         yield f"the parameters of {where}", output.parameters or {}, None
     for entry in model_inputs(config):
         yield f"{OF_MODEL}{entry.model}", entry.parameters or {}, entry.model
-
-
-def idle_filters(config: MergeConfiguration, names: Collection[str]) -> Iterator[str]:
-    """Filters that choose no tensor's value; mergekit takes the first that is part of the tensor's name."""
-    for name, setting in (item for _, table, _ in _parameter_tables(config) for item in table.items()):
-        values = setting if isinstance(setting, list) else [setting]
-        filters = [getattr(value, "filter", None) or "*" for value in values]
-        chosen = {next((text for text in filters if text == "*" or text in tensor), "*") for tensor in names}
-        for text in sorted({*filters} - {"*", *chosen}):
-            yield f"The filter '{text}' of '{name}' has no effect: no tensor is left that has it in its name."
 
 
 class Loader(yaml.SafeLoader):
