@@ -150,11 +150,10 @@ class SltaMerge(Merge):
         for note in self.solution.notes():
             LOG.warning("%s", note)
         shares = zip(short_names(self.solution.models), self.solution.retained_overall.tolist(), strict=True)
-        parts = [f"{name} {as_score(share)}" for name, share in shares]
-        base = f"; kept of the base model on its prompts: {as_score(self.solution.kept_base_overall)}"
-        self.result = (
-            f"Share retained of each expert's feature change: {', '.join(parts)}{base * self.solution.has_base_task}."
-        )
+        parts = ", ".join(f"{name} {as_score(share)}" for name, share in shares)
+        if self.solution.has_base_task:
+            parts += f"; kept of the base model on its prompts: {as_score(self.solution.kept_base_overall)}"
+        self.result = f"Share retained of each expert's feature change: {parts}."
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.merge import report  # imports matplotlib, which takes a second
 

@@ -407,13 +407,15 @@ class Solution(Paragraphs):
             elif math.isnan(share):
                 clause += " (it has none: is it a copy of the base model?)"
             clauses.append(clause)
-        base = f"; it keeps {as_score(self.kept_base_overall)} of the base model on its own task" * self.has_base_task
-        return f"At level {self.level}, the merge retains {enumerated(clauses)}{base}."
+        said = f"At level {self.level}, the merge retains {enumerated(clauses)}"
+        if self.has_base_task:
+            said += f"; it keeps {as_score(self.kept_base_overall)} of the base model on its own task"
+        return f"{said}."
 
     def notes(self) -> list[str]:
         """Sentences on the submodules whose samples do not determine every weight that was solved."""
         count, notes = len(self.submodules), list[str]()
-        if ill := [name for name, condition in self.condition.items() if condition > ILL_CONDITIONED]:
+        if ill := [name for name, solved in self.submodules.items() if solved.condition > ILL_CONDITIONED]:
             notes.append(
                 f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
                 "nearly linearly dependent, so small changes of the prompts change the weights much: set a 'ridge'."
