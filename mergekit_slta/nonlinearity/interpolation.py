@@ -17,7 +17,7 @@ from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.models.checkpoint import Blend, Source, Tensors, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
-from mergekit_slta.slta.submodules import layer_parts, submodules
+from mergekit_slta.slta.submodules import layer_parts
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
 BETWEEN = "a model between the base model and the experts"
@@ -52,8 +52,7 @@ class Interpolation(LayerMethod[Grams]):
             LayerFeatures(self.decoder, layer, tensors, [level for level in self.levels if level in chosen])
             for chosen in ({*self.levels} - no_runs, no_runs)
         )
-        names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
-        measured = {name: self._no_grams() for name in names}
+        measured = {name: self._no_grams() for name in (*features.names, *maps.names)}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)
             base, runs = features.run_base(hidden, call, maps.maps), []

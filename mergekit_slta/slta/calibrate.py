@@ -14,7 +14,6 @@ Shapes: ``N`` samples of all tasks, ``T`` experts, ``S`` tokens, ``D`` dimension
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,9 +27,6 @@ from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
-from mergekit_slta.slta.submodules import fallbacks, submodules
-
-LOG = logging.getLogger(__name__)
 
 BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
 
@@ -49,8 +45,6 @@ def calibrate(
 
     ``models`` are the base model, then the ``T`` experts; ``partial`` and ``quiet`` are those of ``pass_layers``.
     """
-    for note in (note for level in levels for note in fallbacks(decoder, level)):
-        LOG.warning("%s", note)
     calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels=levels)
     return pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=quiet)
 
@@ -85,8 +79,7 @@ class _Calibration(LayerMethod[Grams]):
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """Measure the layer's submodules on every sample, with the base model's inputs."""
         features = LayerFeatures(self.decoder, layer, tensors, self.levels)
-        names = [name for level in self.levels for name in submodules(self.decoder, level, layer)]
-        measured = {name: torch.zeros(self.shape, dtype=torch.float64) for name in names}
+        measured = {name: torch.zeros(self.shape, dtype=torch.float64) for name in features.names}
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)
             base = features.run_base(hidden, call)

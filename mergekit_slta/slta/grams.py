@@ -113,7 +113,8 @@ class LayerFeatures:
         self.decoder = decoder
         self.layer = layer
         self.tensors = tensors
-        parts = {part for level in levels for part in layer_parts(decoder, level, layer)}
+        parts = dict.fromkeys(part for level in levels for part in layer_parts(decoder, level, layer))
+        self.names = [submodule_name(layer, part) for part in parts]  # of the submodules
         self.whole = "" in parts
         self.structure = structures(decoder)[layer]
         of_layer = [name for name in tensors[0] if "." not in name]  # such as a constant that all is multiplied by

@@ -129,6 +129,9 @@ def _measured(
         for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
     base, *experts = (model.fingerprint for model in experiment.checkpoints)
+    coarser = tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level))
+    for fallback in coarser:
+        LOG.warning("%s", fallback)
     info = Info(
         format_version=2,
         levels=tuple(levels),
@@ -147,7 +150,7 @@ def _measured(
         fingerprint=Fingerprint(
             base=BaseContent(tensors=base, config=hashed_computation(config)), experts=tuple(experts)
         ),
-        fallbacks=tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level)),
+        fallbacks=coarser,
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
     models = experiment.checkpoints
