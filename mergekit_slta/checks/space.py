@@ -41,7 +41,7 @@ class Needs:
     merged: int  # the merged model, as it is stored
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
-    memory: int  # of the machine, or of the GPU where one computes
+    memory: int = 0  # of the machine, or of the GPU where one computes
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -60,23 +60,22 @@ class Needs:
 
 def needs(experiment: Experiment) -> Needs:
     """Find out what a recipe takes without reading weights; an SltaError if a model cannot be opened."""
-    download, merged, solved, adapters = _disk(experiment)
+    disk = _disk(experiment)
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
-    adapted = _adapted(experiment) if adapters else 0  # a whole model is in memory while an adapter is merged
-    memory = LIBRARIES + max(adapted, running, _merging(experiment))
-    return Needs(download, merged, solved, adapters, memory)
+    adapted = _adapted(experiment) if disk.adapters else 0  # a whole model is in memory while an adapter is merged
+    return replace(disk, memory=LIBRARIES + max(adapted, running, _merging(experiment)))
 
 
-def _disk(experiment: Experiment) -> tuple[Mapping[str, int], int, int, int]:
-    """The numbers of ``Needs`` but the memory."""
+def _disk(experiment: Experiment) -> Needs:
+    """What a recipe takes without the memory."""
     recipe = experiment.recipe
     base, config = experiment.model(recipe.base), recipe.config
     models = {str(reference.model): experiment.model(reference) for reference in recipe.references}
-    return (
-        {name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
-        _stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
-        _solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
-        sum(bool(reference.lora) for reference in recipe.references) * _adapted(experiment),
+    return Needs(
+        download={name: _stored_bytes(model) for name, model in models.items() if model.folder is None},
+        merged=_stored_bytes(base, _dtype(config.out_dtype or config.dtype)),
+        solved=_solved(experiment.decoder) if isinstance(recipe.settings, FeatcalSettings) else 0,
+        adapters=sum(bool(reference.lora) for reference in recipe.references) * _adapted(experiment),
     )
 
 
@@ -174,16 +173,15 @@ def not_overwritten(models: Iterable[Model], out: Path) -> None:
 
 def room(experiment: Experiment, out: Path | None) -> None:
     """Refuse disks that are too small for all that a merge writes to them."""
-    (download, merged, solved, adapters), written = _disk(experiment), list[tuple[Path, str, int]]()
+    needed, written = _disk(experiment), list[tuple[Path, str, int]]()
     if out is not None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
-        written += [(out, "the merged model", merged), (out, "the solved layers", max(solved - there, 0))]
-    written.append(
-        (Path(experiment.options.transformers_cache or HF_HUB_CACHE), "the download", sum(download.values()))
-    )
-    if adapters and experiment.options.lora_merge_cache:
-        written.append((Path(experiment.options.lora_merge_cache), "the merged adapters", adapters))
+        written += [(out, "the merged model", needed.merged), (out, "the solved layers", max(needed.solved - there, 0))]
+    downloads = Path(experiment.options.transformers_cache or HF_HUB_CACHE)
+    written.append((downloads, "the download", sum(needed.download.values())))
+    if experiment.options.lora_merge_cache:
+        written.append((Path(experiment.options.lora_merge_cache), "the merged adapters", needed.adapters))
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []
