@@ -19,34 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.memory import batch_bytes, batch_shapes, edge_bytes, layer_bytes, states_bytes
-from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint, Tensors
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks
 
 BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
-
-
-def calibrate(
-    decoder: Decoder,
-    models: Sequence[Checkpoint],
-    tasks: Tasks,
-    levels: Sequence[str],
-    *,
-    partial: Partial | None = None,
-    ranks: Ranks | None = None,
-    quiet: bool = True,
-) -> Grams:
-    """Measure the Gram matrix [N, T, T] of every submodule on every calibration sample, rows ordered by task.
-
-    ``models`` are the base model, then the ``T`` experts; ``partial`` and ``quiet`` are those of ``pass_layers``.
-    """
-    calibration = _Calibration(decoder, models, tasks, ranks or Ranks(), levels=levels)
-    return pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=quiet)
 
 
 def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -> int:
@@ -61,8 +41,11 @@ def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -
 
 
 @dataclass
-class _Calibration(LayerMethod[Grams]):
-    """The Gram matrices of the layers so far; see ``calibrate``."""
+class Calibration(LayerMethod[Grams]):
+    """The Gram matrix [N, T, T] of every submodule on every calibration sample, rows ordered by task.
+
+    ``models`` are the base model, then the ``T`` experts; the layers so far are in ``grams``.
+    """
 
     levels: Sequence[str]
 

@@ -15,6 +15,7 @@ import torch
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData, source_name
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import refuse
 from mergekit_slta.layers.trace import on_device
@@ -23,7 +24,7 @@ from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_name, published_names, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
-from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info, resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
@@ -124,7 +125,7 @@ def _measured(
     """Run the models on the samples; the layers that are finished in the folder are not measured again."""
     recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
     settings = recipe.settings_of(CalibrationSettings)
-    calibration = [
+    sources = [
         CalibrationInfo(source=source_name(drawn.source), template=task.template, sha256=drawn.sha256)
         for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
@@ -137,8 +138,8 @@ def _measured(
         levels=tuple(levels),
         base_model=names[0],
         models=tuple(names[1:]),
-        calibration=tuple(calibration[: len(recipe.experts)]),
-        keep=calibration[-1] if recipe.keep else None,
+        calibration=tuple(sources[: len(recipe.experts)]),
+        keep=sources[-1] if recipe.keep else None,
         samples=max(expert.samples for expert in recipe.experts),  # the hashes of the tokens tell the rest
         max_tokens=settings.max_tokens,
         seed=settings.seed,
@@ -153,9 +154,10 @@ def _measured(
         fallbacks=coarser,
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
-    models = experiment.checkpoints
-    grams = calibrate(decoder, models, tasks, levels, partial=partial, ranks=ranks, quiet=experiment.quiet)
-    for model in models:
+    calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
+    doing = f"Calibrating {', '.join(levels)}"
+    grams = pass_layers(calibration, doing, partial=partial, quiet=experiment.quiet)
+    for model in experiment.checkpoints:
         model.refuse_changes()
     task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
     return Statistics(grams, task, torch.tensor([len(row) for rows in tasks for row in rows]), info)

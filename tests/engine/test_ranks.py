@@ -25,7 +25,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.nonlinearity.studies import STEPS
-from mergekit_slta.slta.calibrate import _Calibration
+from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.measure import statistics_of
 from mergekit_slta.slta.statistics import Statistics
 
@@ -110,14 +110,14 @@ def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) 
 
 
 def fail_on_the_second(index: int) -> None:
-    measure = _Calibration.take_layer
+    measure = Calibration.take_layer
 
-    def failing(own: _Calibration, layer: int, *rest: Any) -> Any:
+    def failing(own: Calibration, layer: int, *rest: Any) -> Any:
         if layer == 1 and index == 1:
             raise SltaError("the disk of rank 1 is gone")
         return measure(own, layer, *rest)
 
-    setattr(_Calibration, "take_layer", failing)  # noqa: B010, because mypy refuses to assign to a method
+    setattr(Calibration, "take_layer", failing)  # noqa: B010, because mypy refuses to assign to a method
 
 
 def test_an_error_on_one_rank_ends_all_of_them(

@@ -56,9 +56,8 @@ def test_the_base_models_own_task_is_said() -> None:
     info = synthetic.info(["math", "code"], ["layer"], 1, 4, keep=keep)
     task, grams = torch.arange(3).repeat_interleave(4), synthetic.random_grams(3, 4)[:, :2, :2]
     solution = Statistics({"layer.0": grams}, task, torch.full_like(task, 7), info).solve("layer")
-    assert solution.verdict().endswith(
-        f"; it keeps {as_score(solution.kept_base_overall)} of the base model on its own task."
-    )
+    kept = as_score(solution.kept_base_overall)
+    assert solution.verdict().endswith(f"; it keeps {kept} of the base model on its own task.")
     page = report_page(solution)
     assert page.facts["Base model's task"] == "chat.jsonl, weight 1"
 
@@ -151,10 +150,8 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     by_layer = solution.retained_by_layer()
     of_layers = {layer: [f"layer.{layer}.attn", f"layer.{layer}.mlp"] for layer in range(3)}
     assert list(by_layer) == [*of_layers]
-    for found, own in (
-        (solution.retained_overall, names),
-        *((by_layer[layer], own) for layer, own in of_layers.items()),
-    ):
+    pairs = [(solution.retained_overall, names), *((by_layer[layer], own) for layer, own in of_layers.items())]
+    for found, own in pairs:
         expected = reference.retained([deltas[name] for name in own], [alpha[name] for name in own])
         assert torch.allclose(found, expected, rtol=0, atol=SOLVED_IN_FLOAT64)
 

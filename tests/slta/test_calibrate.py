@@ -22,10 +22,12 @@ from support.reference import largest_difference
 from support.rounding import gram_rounding, weight_rounding
 from support.slow import slow_but
 
+from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.solver import solve
 
 LEVELS = ("layer", "attn_mlp")
@@ -88,7 +90,7 @@ def test_every_tensor_is_read_once(llama: Family, monkeypatch: pytest.MonkeyPatc
         return stock(self, key, *arguments, **named)
 
     monkeypatch.setattr(LazyTensorLoader, "get_tensor", counted)
-    calibrate(trace(llama.config), families.checkpoints(llama.folders), llama.token_ids(), LEVELS)
+    families.measure(llama, *LEVELS)
     layers = {name for name in load_file(llama.base / "model.safetensors") if ".layers." in name}
     for expert in llama.experts:
         assert {key: count for (folder, key), count in counts.items() if folder == expert} == dict.fromkeys(layers, 1)
@@ -177,9 +179,9 @@ def test_layers_that_an_expert_leaves_as_they_are_do_not_run_for_it(
         ran[layer] += 1
         return run(self, layer, *arguments, **more)
 
-    arguments = trace(family.config), families.checkpoints(family.folders), family.token_ids(), ("attn_mlp",)
-    calibrate(*arguments)  # finds out what it needs to know about the layers
+    arguments = trace(family.config), families.checkpoints(family.folders), family.token_ids(), Ranks(), ["attn_mlp"]
+    pass_layers(Calibration(*arguments))  # finds out what it needs to know about the layers
     monkeypatch.setattr(Decoder, "run", counting)
-    calibrate(*arguments)
+    pass_layers(Calibration(*arguments))
     batches = 2
     assert ran == [batches] * (LAYERS - 1) + [3 * batches]

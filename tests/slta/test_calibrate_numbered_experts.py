@@ -18,7 +18,7 @@ from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.nonlinearity.interpolation import Interpolation
-from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.solver import solve
 from mergekit_slta.slta.submodules import fallbacks
 from mergekit_slta.slta.weights import TensorWeights
@@ -80,9 +80,9 @@ def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_pa
     """The Gram matrices from batches of several samples are those of each sample alone, in studies of linearity too."""
     family, decoder = write_models(mlp, tmp_path), families.traced(model_class(mlp))
     models, tasks = families.checkpoints(family.folders), family.token_ids()
-    together = calibrate(decoder, models, tasks, ["linear"])
+    together = pass_layers(Calibration(decoder, models, tasks, Ranks(), ["linear"]))
     with families.batches_of(1):
-        alone = calibrate(decoder, models, tasks, ["linear", "layer"])
+        alone = pass_layers(Calibration(decoder, models, tasks, Ranks(), ["linear", "layer"]))
     at_experts = pass_layers(Interpolation(decoder, models, tasks, Ranks(), ["linear"], torch.eye(2).double()))
     assert at_experts.keys() == together.keys() >= {"layer.0.mlp.up_proj"}
     for name, grams in together.items():

@@ -40,7 +40,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.calibrate import calibrate
+from mergekit_slta.slta.calibrate import Calibration
 
 # transformers 5.24's Llama 4 with a vision tower reads this field of its language model's output, which has none.
 setattr(MoeCausalLMOutputWithPast, "image_outputs", None)  # noqa: B010, because mypy knows no such field
@@ -527,10 +527,11 @@ def batches_of(positions: int) -> AbstractContextManager[object]:
 def measure(
     family: Family, *levels: str, tasks: Any = None, device: str = "cpu", batch_tokens: int = 0, **arguments: Any
 ) -> dict[str, torch.Tensor]:
-    """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``calibrate``."""
+    """Calibrate on all of the family's records, or on ``tasks``; ``arguments`` are those of ``pass_layers``."""
     decoder = trace(family.config, device=device)
     with batches_of(batch_tokens):
-        return calibrate(decoder, checkpoints(family.folders), tasks or family.token_ids(), levels, **arguments)
+        of_all = Calibration(decoder, checkpoints(family.folders), tasks or family.token_ids(), Ranks(), levels)
+        return loop.pass_layers(of_all, **arguments)
 
 
 def feature_merge(
