@@ -236,7 +236,7 @@ def _require_samples(experiment: Experiment, task: Task) -> None:
     if is_dataset(task.calibration) and _on_hub(task.calibration):
         return
     _ = experiment.source(task, task.calibration).records  # known without the base model's tokenizer
-    experiment.load_data([task])
+    experiment.draw(task)
 
 
 def _on_hub(source: str) -> bool:
