@@ -21,42 +21,24 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.words import listed
 
-TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 
 
 def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     """Refuse an expert whose vocabulary differs in size or in the token ids, unless mergekit makes them alike."""
     base, model = experiment.model(experiment.recipe.base), experiment.model(expert)
-    moved, sizes = _moved_tokens(experiment, expert), [f"The {clause}" for clause in other_vocabularies(base, model)]
+    moved, sizes = experiment.moved_tokens(expert), other_vocabularies(base, model)
     if sizes and isinstance(experiment.recipe.settings, FeatcalSettings):
         raise SltaError(
-            f"{sizes[0]}: if the expert can do without its added tokens, save it with {base.vocabulary} embeddings and "
-            "the base model's tokenizer; otherwise use 'merge_method: slta', which keeps the base model's embeddings."
+            f"The {sizes[0]}: if the expert can do without its added tokens, save it with {base.vocabulary} embeddings "
+            "and the base model's tokenizer; else use 'merge_method: slta', which keeps the base model's embeddings."
         )
     if moved and experiment.recipe.settings.runs_experts:
-        raise SltaError(f"{moved}, but this method gives both the same ids: choose experts with the same ids.")
+        raise SltaError(f"The {moved[0]}, but this method gives both the same ids: choose experts with the same ids.")
     cut = experiment.options.unsafe_truncate_embeddings and model.vocabulary >= base.vocabulary
     if (moved or (sizes and not cut)) and experiment.recipe.tokenizer_source is None:
-        raise SltaError(
-            f"{moved or sizes[0]}: add 'tokenizer: {{source: base}}' to the recipe, so that mergekit aligns them."
-        )
-
-
-def _moved_tokens(experiment: Experiment, expert: ModelReference) -> str:
-    """How an expert's token ids differ from the base model's; "" if not, or if a tokenizer is not on this machine."""
-    base = experiment.recipe.base
-    folders = [experiment.model(model).folder for model in (base, expert)]
-    if not all(folder and (folder / TOKENIZER).is_file() for folder in folders):
-        return ""
-    known, theirs = (experiment.tokenizer(model).get_vocab() for model in (base, expert))
-    moved = [token for token, index in known.items() if theirs.get(token, index) != index]
-    if not moved:
-        return ""
-    return (
-        f"The tokenizers of the expert {expert} and the base model {base} have different ids for "
-        f"{len(moved)} tokens (such as {min(moved)!r})"
-    )
+        fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them"
+        raise SltaError(f"The {(moved or sizes)[0]}: {fix}.")
 
 
 def aligned_rows(experiment: Experiment) -> None:

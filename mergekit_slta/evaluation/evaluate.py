@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -241,6 +241,9 @@ def evaluate(
         merges = [str(folder) for folder in folders]
     results = [experiment.checkpoint(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
     models = dict(zip([*names, *merges], [*experiment.checkpoints, *results], strict=True))
+    used = {token for group in groups.values() for sample in group for token in sample.token_ids}
+    moved = experiment.moved_tokens(*(model.reference for model in models.values()), used=used)
+    refuse(f"The {clause}: compare only models with the base model's ids." for clause in moved)
     samples_of, device, quiet = list(groups.values()), experiment.device, experiment.quiet
     if not quiet:
         click.echo(f"Memory: about {as_size(scoring_bytes(experiment.decoder, samples_of))}", err=True)

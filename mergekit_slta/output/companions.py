@@ -17,14 +17,14 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta import files
 from mergekit_slta.checks.folder import code_of
-from mergekit_slta.checks.tokenizers import GENERATION, TOKENIZER, json_file, stop_ids
+from mergekit_slta.checks.tokenizers import GENERATION, json_file, stop_ids
 from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.engine.partial import run_of
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, WEIGHT_FILES, folder_with
 from mergekit_slta.output.card import CARD
-from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.experiment import TOKENIZER, Experiment
 
 SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -87,10 +87,7 @@ def describe(
     hashes += [""] * (len(recipe.references) - len(hashes))
     models = [
         MergedModel(
-            name=published_name(model),
-            revision=_revision(model) if whole else "",
-            sha256=sha256,
-            parameters=parameters,
+            name=published_name(model), revision=_revision(model) if whole else "", sha256=sha256, parameters=parameters
         )
         for model, sha256, parameters in zip(recipe.references, hashes, own, strict=True)
     ]

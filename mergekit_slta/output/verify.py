@@ -49,11 +49,7 @@ class Verification:
     __repr__ = __str__
 
 
-def verify(
-    recipe: RecipeOrFile,
-    merged: str | os.PathLike[str],
-    **options: Unpack[Options],
-) -> Verification:
+def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[Options]) -> Verification:
     """Re-read a merged model tensor by tensor, and check that programs can use it.
 
     Its tensors must be those that its manifest names, with these values, by the recipe that the manifest tells of, and

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from typing import Any, TypedDict
@@ -34,6 +34,9 @@ from mergekit_slta.models.headers import Model, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
+from mergekit_slta.words import counted
+
+TOKENIZER = "tokenizer.json"
 
 
 class Options(TypedDict, total=False):
@@ -162,10 +165,9 @@ class Experiment:
         """Refuse what is no level, and ``model`` where vocabularies or the models' tails let nobody compare logits."""
         refuse(f"'{level}' is not one of {', '.join(LEVELS)}." for level in levels if level not in LEVELS)
         if "model" in levels:
-            others = other_vocabularies(*self.models)
+            others = [*other_vocabularies(*self.models), *self.moved_tokens(*self.recipe.references)]
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
-        if "model" in levels and (problem := tail_problem(self.decoder)):
-            raise SltaError(problem)
+            refuse(filter(None, [tail_problem(self.decoder)]))
 
     # Data
 
@@ -174,18 +176,30 @@ class Experiment:
         if reference not in self._tokenizers:
             with reading(reference, "has no usable tokenizer", "get undamaged copies of its files"):
                 adapter = reference.lora and tokenizer_folder(reference.lora, self.options.transformers_cache)
-                whole = ModelReference(model=reference.model)
-                self._tokenizers[reference] = (
-                    self.tokenizer(whole)
-                    if reference.lora and not adapter
-                    else AutoTokenizer.from_pretrained(
-                        str(adapter or reference.model.path),
-                        revision=None if adapter else reference.model.revision,
-                        trust_remote_code=self.options.trust_remote_code,
-                        cache_dir=self.options.transformers_cache,
-                    )
+                if reference.lora and not adapter:
+                    return self.tokenizer(ModelReference(model=reference.model))
+                self._tokenizers[reference] = AutoTokenizer.from_pretrained(
+                    str(adapter or reference.model.path),
+                    revision=None if adapter else reference.model.revision,
+                    trust_remote_code=self.options.trust_remote_code,
+                    cache_dir=self.options.transformers_cache,
                 )
         return self._tokenizers[reference]
+
+    def moved_tokens(self, *models: ModelReference, used: Collection[int] = ()) -> list[str]:
+        """A clause for each model on this machine with other ids than the base model for tokens, of all or used ids."""
+
+        def ids(model: ModelReference) -> dict[str, int]:
+            folder = self.model(model).folder
+            return self.tokenizer(model).get_vocab() if folder and (folder / TOKENIZER).is_file() else {}
+
+        known = {token: index for token, index in ids(self.recipe.base).items() if index in used or not used}
+        return [
+            f"tokenizers of {model} and the base model {self.recipe.base} have different ids for "
+            f"{counted(len(moved), 'token')} (such as {min(moved)!r})"
+            for model, theirs in zip(models, map(ids, models), strict=True)
+            if (moved := [token for token, index in known.items() if theirs.get(token, index) != index])
+        ]
 
     @cached_property
     def aligned(self) -> TokenizerInfo | None:

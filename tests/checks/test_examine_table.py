@@ -518,7 +518,7 @@ ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
 LIST = "list the base model BASE and an expert, each once; 'weight: 0' takes none of it."
 RANGES = "give all models layer ranges of one length, within [0, 3], instead of"
-IDS = "The tokenizers of the expert EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
+IDS = "The tokenizers of EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
 SIZES = "The expert HERE/other has a vocabulary of 66 tokens, the base model BASE one of 64"
 OTHERS: Rows = [
     (more_tokens, "but the model has only 64 embeddings"),

@@ -14,6 +14,7 @@ from conftest import MakeFamily
 from evaluation.test_scores import reference
 from support import families
 from support.calibration_samples import BOS, EOS, spelled, write_jsonl, write_scripted
+from support.examining import swap_ids
 from support.families import Family
 from support.rounding import IN_FLOAT64, state_rounding
 from tokenizers import processors
@@ -384,14 +385,15 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
     assert info == other  # test data are no part of a measurement
 
 
-def test_no_folder_and_no_records_are_refused(paired: Family) -> None:
-    with pytest.raises(SltaError, match="'merged' names no model"):
-        evaluate(recipe_of(paired), [], quiet=True)
+def test_no_folder_no_records_and_models_of_other_tokens_are_refused(paired: Family, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
+    swap_ids(shutil.copytree(paired.base, tmp_path / "other"))
+    for merged, why in {
+        (): "'merged' names no model",
+        tmp_path: "has only 4 tokens",
+        tmp_path / "other": "tokenizers of .*other and the base .* different ids for 2 tokens",
+    }.items():
+        with pytest.raises(SltaError, match=why):
+            evaluate(recipe_of(paired), merged, quiet=True)
     with pytest.raises(SltaError, match="The recipe names no prompts"):
         evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
-
-
-def test_a_model_that_lacks_tokens_is_refused(paired: Family, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
-    with pytest.raises(SltaError, match="has only 4 tokens"):
-        evaluate(recipe_of(paired), tmp_path, quiet=True)

@@ -36,12 +36,9 @@ SCAN = 4 + 30  # sums one after the other where a layer passes a state from toke
 Grams = dict[str, torch.Tensor]
 
 
-def task_rows(tasks: list[list[list[int]]]) -> torch.Tensor:
-    return torch.tensor([index for index, samples in enumerate(tasks) for _ in samples])
-
-
 def alphas(grams: Grams, tasks: list[list[list[int]]]) -> torch.Tensor:
-    return torch.stack([solve(gram, task_rows(tasks)).alpha for gram in grams.values()])
+    rows = torch.tensor([index for index, samples in enumerate(tasks) for _ in samples])
+    return torch.stack([solve(gram, rows).alpha for gram in grams.values()])
 
 
 @pytest.mark.parametrize(

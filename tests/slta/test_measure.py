@@ -16,7 +16,7 @@ from mergekit.io.tasks import LoaderCache
 from safetensors import safe_open
 from support import families
 from support.copies import edit_tensors, edited, sharded
-from support.examining import edit_config, larger_vocabulary
+from support.examining import edit_config, larger_vocabulary, swap_ids
 from support.families import Family
 from support.rounding import weight_rounding
 from support.synthetic import same
@@ -90,9 +90,12 @@ def test_logits_of_other_vocabularies_are_not_compared(
 ) -> None:
     """The recipe's own level may be another one, so its check does not say it."""
     content = recipe(llama, level="layer") | {"tokenizer": {"source": "base"}}
-    content["models"][1]["model"] = str(larger_vocabulary(tmp_path / "larger"))
-    with pytest.raises(SltaError, match="'level: model' compares logits, but the expert .* of 66 tokens"):
-        measure(families.experiment(content), ["layer", "model"])
+    larger_vocabulary(tmp_path / "larger")
+    swap_ids(shutil.copytree(llama.experts[1], tmp_path / "other"))
+    for other, why in {"larger": "expert .* of 66", "other": "tokenizers of .* have different ids for 2"}.items():
+        content["models"][1]["model"] = str(tmp_path / other)
+        with pytest.raises(SltaError, match=f"'level: model' compares logits, but the {why} tokens"):
+            measure(families.experiment(content), ["layer", "model"])
 
 
 def test_logits_that_need_more_than_the_last_layer_are_not_compared(
