@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import errno
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 import click
 
@@ -60,6 +61,13 @@ def refuse(sentences: Iterable[str]) -> None:
     """Refuse with all sentences at once, each once, if there are any."""
     if distinct := dict.fromkeys(sentences):
         raise SltaError(*distinct)
+
+
+def whole_number(name: str, number: SupportsIndex, least: int = 1) -> int:
+    """An argument of this name, also a scalar of numpy or torch, as a number from the least one on."""
+    if (value := operator.index(number)) < least:
+        raise SltaError(f"'{name}' is {value}: give a whole number from {least} on.")
+    return value
 
 
 def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:

@@ -37,7 +37,7 @@ from mergekit_slta.data.records import (
 from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_template
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
-from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading
+from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -98,6 +98,7 @@ def ask(
     Raises:
         SltaError: the file already exists, the model or the prompts cannot be used, or no prompt is answered.
     """
+    samples, max_new_tokens = whole_number("samples", samples), whole_number("max_new_tokens", max_new_tokens)
     path = files.new_file(out, ".jsonl")
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
     experiment, (reference,) = opened(recipe, options), recipe.references

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import SltaError, refuse
+from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -212,6 +212,7 @@ def evaluate(
     Raises:
         SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
     """
+    samples = whole_number("samples", samples)
     experiment = opened(recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe)), options)
     outs = [merged] if isinstance(merged, (str, os.PathLike)) else merged
     folders = list(dict.fromkeys(Path(out).expanduser().resolve() for out in outs))

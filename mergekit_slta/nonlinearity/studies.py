@@ -19,6 +19,7 @@ import torch
 from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Tasks
+from mergekit_slta.errors import whole_number
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -190,7 +191,7 @@ def linearity(
         SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
             the models, or one prompt does not fit into memory.
     """
-    experiment = opened(recipe, options)
+    samples, experiment = whole_number("samples", samples), opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
     require_calibration(experiment.recipe)
     names = published_names(experiment.recipe.references)[1:]

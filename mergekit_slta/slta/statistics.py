@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from mergekit_slta import files
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import SltaError, whole_number
 from mergekit_slta.levels import LEVELS, kinds_of, of_level, place_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
 from mergekit_slta.slta.statistics_file import Info, read_statistics, resolve_statistics, write_statistics
@@ -322,9 +322,7 @@ class Solution(Paragraphs):
         Raises:
             SltaError: there are fewer than two draws.
         """
-        count, start = operator.index(repeats), operator.index(seed)
-        if count < 2:
-            raise SltaError(f"Standard errors need at least two bootstrap draws, not {count}.")
+        count, start = whole_number("repeats", repeats, least=2), operator.index(seed)
         grams, task = self.statistics.grams, self.statistics.task
         draws = {name: bootstrap(grams[name], task, count, seed=start, **self.settings) for name in self.submodules}
         return replace(self, draws=draws)

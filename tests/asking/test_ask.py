@@ -391,11 +391,12 @@ def test_a_merged_adapter_counts_in_float32(
     assert of_whole == of_adapter != of_half
 
 
-def test_a_model_that_answers_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_answers_nothing_and_unknown_topics_are_refused(tmp_path: Path) -> None:
     t5(tmp_path / "t5")
-    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}])
     with pytest.raises(slta.SltaError, match="t5 is not a decoder-only language model: only these can answer prompts"):
-        slta.ask(tmp_path / "t5", tmp_path / "out.jsonl", prompts, quiet=True)
+        slta.ask(tmp_path / "t5", tmp_path / "out.jsonl", topics=["code"], quiet=True)
+    with pytest.raises(slta.SltaError, match="There is no topic 'cooking': choose from instructions, chat"):
+        slta.ask(tmp_path / "t5", tmp_path / "out.jsonl", topics=["code", "cooking"])
 
 
 def test_the_models_own_settings_do_not_sample_and_every_end_token_ends(tmp_path: Path) -> None:
@@ -441,8 +442,3 @@ def test_what_cannot_be_asked_is_refused(
     done = CliRunner().invoke(main, ["ask", *arguments])
     assert done.exit_code and sentence in " ".join(done.output.split()), done.output
     assert Path("there.jsonl").read_text() == '{"prompt": "hi"}\n' and not Path("a.jsonl").exists()
-
-
-def test_unknown_topics_are_named(tmp_path: Path) -> None:
-    with pytest.raises(slta.SltaError, match="There is no topic 'cooking': choose from instructions, chat"):
-        slta.ask(write_model(tmp_path), tmp_path / "out.jsonl", topics=["code", "cooking"])

@@ -290,9 +290,8 @@ def test_as_many_prompts_are_held_out_as_asked_although_other_answers_lie_beyond
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     short = [{"question": CHARACTERS[index], "answer": "b"} for index in range(20)]
-    source = write_jsonl(
-        tmp_path / "a.jsonl", [*short, *({"question": f"{'a' * 9}{n}", "answer": "b"} for n in range(40))]
-    )
+    beyond = [{"question": f"{'a' * 9}{n}", "answer": "b"} for n in range(40)]
+    source = write_jsonl(tmp_path / "a.jsonl", [*short, *beyond])
     calibration = load(source, plain_tokenizer, samples=2, max_tokens=9)
     caplog.clear()
     rest = hold_out(source, plain_tokenizer, calibration, samples=15, max_tokens=9)

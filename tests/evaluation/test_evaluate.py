@@ -388,11 +388,11 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
 def test_no_folder_no_records_and_models_of_other_tokens_are_refused(paired: Family, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
     swap_ids(shutil.copytree(paired.base, tmp_path / "other"))
-    for merged, why in {
-        (): "'merged' names no model",
-        tmp_path: "has only 4 tokens",
-        tmp_path / "other": "tokenizers of .*other and the base .* different ids for 2 tokens",
-    }.items():
+    for merged, why in (
+        ([], "'merged' names no model"),
+        ([tmp_path], "has only 4 tokens"),
+        ([tmp_path / "other"], "tokenizers of .*other and the base .* different ids for 2 tokens"),
+    ):
         with pytest.raises(SltaError, match=why):
             evaluate(recipe_of(paired), merged, quiet=True)
     with pytest.raises(SltaError, match="The recipe names no prompts"):

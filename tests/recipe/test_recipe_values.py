@@ -47,10 +47,16 @@ def test_what_is_no_recipe_is_refused(call: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("number", [np.array, torch.tensor], ids=["numpy", "torch"])
-def test_what_is_solved_with_takes_their_numbers(number: Callable[[float], Any]) -> None:
+def test_functions_take_their_numbers_within_limits(number: Callable[[float], Any]) -> None:
     statistics = synthetic.statistics(["a", "b"], ["layer"], samples=4)
     found = statistics.solve(ridge=number(0.5), samples=number(3), balance=number(0.0), task_weights={"a": number(2.0)})
     expected = statistics.solve(ridge=0.5, samples=3, balance=False, task_weights={"a": 2})
     assert found.to_json() == expected.to_json()
     with pytest.raises(SltaError, match=re.escape("'keep_weight' is -1.0")):
         statistics.solve(keep_weight=number(-1.0))
+    calls: list[Any] = [mergekit_slta.ask, mergekit_slta.evaluate, mergekit_slta.linearity]
+    for call in calls:
+        with pytest.raises(SltaError, match="'samples' is -1: give a whole number from 1 on"):
+            call("model", *["a.jsonl"] * (call is not mergekit_slta.linearity), samples=number(-1))
+    with pytest.raises(SltaError, match="'max_new_tokens' is 0: give"):
+        mergekit_slta.ask("model", "a.jsonl", max_new_tokens=number(0))

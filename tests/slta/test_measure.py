@@ -98,15 +98,12 @@ def test_logits_of_other_vocabularies_are_not_compared(
             measure(families.experiment(content), ["layer", "model"])
 
 
-def test_logits_that_need_more_than_the_last_layer_are_not_compared(
+def test_logits_that_need_more_than_the_last_layer_and_what_is_no_level_are_refused(
     llama: Family, no_measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mergekit_slta.recipe.experiment.tail_problem", lambda decoder: "It needs the first layer too.")
     with pytest.raises(SltaError, match="It needs the first layer too"):
         statistics_of(families.experiment(recipe(llama, level="layer")), ["layer", "model"])
-
-
-def test_what_is_no_level_is_refused(llama: Family, no_measuring: None) -> None:
     with pytest.raises(SltaError, match=r"'layers' is not one of model, layer, attn_mlp, head_mlp, linear\."):
         measured(recipe(llama), None, "layers")
 
