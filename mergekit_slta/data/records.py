@@ -382,7 +382,7 @@ def _written(turns: Turns, tools: Any, render: Render, where: object) -> tuple[C
         except (SltaError, MemoryError):
             raise
         except Exception as error:  # of any kind: templates are programs
-            reason = first_line(error)
+            reason = reason if change is _in_parts else first_line(error)  # a text that is expected is no list
             continue
         written.append((change, text, left_out))
         if not left_out:

@@ -188,6 +188,7 @@ NO_TEXT = "'messages' of row 2 has a part of the type '{}'"
     ("template", "turns", "reason"),
     [
         (STRICT, [SYSTEM, ASKED, *SAID], UNFIT.format("roles must alternate")),
+        (STRICT.replace("{{ m", "{{ '' + m"), [ASKED, *SAID], UNFIT.format("roles must alternate")),
         (PRINTED, CALLED, UNFIT.format("it writes no tool calls")),
         (PRINTED, [turn("user", "find a"), CALLED[1]], UNFIT.format("it writes no tool calls")),
         (PRINTED, [ASKED, turn("tool", [{"temp": 20}])], UNFIT.format("it would print a list or a table")),
