@@ -11,6 +11,7 @@ from collections.abc import Collection
 import torch
 
 from mergekit_slta.engine.streams import Tasks, fitting_batch, make_batches, waiting_bytes
+from mergekit_slta.layers.attention import FEW_QUERIES, SCORES
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, routed_tensors
 
@@ -64,17 +65,22 @@ def batch_shapes(decoder: Decoder, tasks: Tasks) -> Shapes:
     return {batch.token_ids.shape for batch in make_batches(tasks, fitting_batch(decoder))}
 
 
-def heads_with_scores(decoder: Decoder) -> int:
-    """The attention heads whose scores of all pairs of tokens are in memory; 0 where torch's attention avoids it."""
+def children(decoder: Decoder) -> int:
+    """How many modules a layer calls one after the other: a run holds the output of each."""
+    return max(len([*decoder.layers[layer].children()]) for layer in decoder.one_of_each_kind)
+
+
+def heads_with_scores(decoder: Decoder, attention: str = "eager") -> int:
+    """The heads whose scores of pairs of tokens are in memory, all or a few; 0 where the attention is another one."""
     config = decoder.model.config.get_text_config()
-    return (getattr(config, "num_attention_heads", None) or 0) * (config._attn_implementation == "eager")
+    return (getattr(config, "num_attention_heads", None) or 0) * (config._attn_implementation == attention)
 
 
 def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:
     """The size of the masks of batches, of which those of one shape are shared; 0 where torch needs none."""
     config = decoder.model.config.get_text_config()
     pairs = sum(rows * length**2 for rows, length in shapes)
-    if heads_with_scores(decoder):
+    if heads_with_scores(decoder) or heads_with_scores(decoder, FEW_QUERIES):
         return NUMBER * len(set(getattr(config, "layer_types", None) or [""])) * pairs
     longest = max(length for _, length in shapes)
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -84,14 +90,12 @@ def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:
 def batch_bytes(decoder: Decoder, shapes: Shapes, hidden: int, inner: int, scores: int) -> int:
     """The size of the features of the largest batch in a layer, and of the masks of all batches.
 
-    Args:
-        decoder: the models' decoder.
-        shapes: the batches'.
-        hidden, inner: how many hidden states, and inputs of the widest map, of each position are in memory at once.
-        scores: how many times the scores of all pairs of tokens are, where attention does not avoid them.
+    ``hidden`` and ``inner`` say how many hidden states, and inputs of the widest map, of each position are in memory at
+    once, ``scores`` how many times the scores of all pairs of tokens are, where attention does not avoid them.
     """
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
     masks, most = mask_bytes(decoder, shapes), max(rows * length**2 for rows, length in shapes)
-    in_attention = NUMBER * scores * heads_with_scores(decoder) or MASK * bool(masks)
+    few = 3 * min(heads_with_scores(decoder, FEW_QUERIES) * most, SCORES)  # before, in and after the softmax
+    in_attention = NUMBER * (few + scores * heads_with_scores(decoder) * most) or MASK * bool(masks) * most
     numbers = hidden * hidden_size(decoder) + inner * widest
-    return NUMBER * numbers * max(map(math.prod, shapes)) + masks + in_attention * most
+    return NUMBER * numbers * max(map(math.prod, shapes)) + masks + in_attention

@@ -9,17 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from mergekit_slta.engine import memory
 from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
-from mergekit_slta.engine.memory import (
-    LIBRARIES,
-    NUMBER,
-    TOKEN,
-    batch_bytes,
-    batch_shapes,
-    edge_bytes,
-    layer_bytes,
-    states_bytes,
-)
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.errors import SltaError
@@ -97,13 +88,16 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     """The bytes that it takes to score a model: the hidden states, and one layer or the head with the logits."""
     tasks = [[sample.token_ids for sample in group] for group in groups]
     lengths = [len(row) for task in tasks for row in task]
-    shapes = batch_shapes(decoder, tasks)
+    shapes = memory.batch_shapes(decoder, tasks)
     positions = min(max(LOGIT_POSITIONS, *lengths), max(map(math.prod, shapes)))
     # The logits of some positions, and for one sample the probabilities and their logarithms.
-    logits = NUMBER * decoder.model.config.get_text_config().vocab_size * (positions + 2 * max(lengths))
-    layer = layer_bytes(decoder, 1) + batch_bytes(decoder, shapes, hidden=11, inner=4, scores=3)
-    answers = 3 * TOKEN * sum(lengths)  # of all models
-    return LIBRARIES + states_bytes(decoder, tasks, 1) + answers + max(edge_bytes(decoder) + logits, layer)
+    logits = memory.NUMBER * decoder.model.config.get_text_config().vocab_size * (positions + 2 * max(lengths))
+    # The layer's input and its copy, the outputs of its children and a copy, the stream, a norm's parts; queries and
+    # keys with positions, keys and values for all heads, or, one fewer, an MLP's factors and their product.
+    batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 7, inner=4, scores=3)
+    waiting = memory.states_bytes(decoder, tasks, 1) + 3 * memory.TOKEN * sum(lengths)  # with the answers of all models
+    inside = max(memory.edge_bytes(decoder) + logits, memory.layer_bytes(decoder, 1) + batch)
+    return memory.LIBRARIES + waiting + inside
 
 
 @dataclass

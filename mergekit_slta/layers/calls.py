@@ -38,13 +38,14 @@ def stand_ins(layers: torch.nn.ModuleList, forward: LayerForward) -> Iterator[No
 
     def stand_in(index: int, *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-        del layers[index].forward
+        # By its own name it would hold itself, and with it all that it has captured, until garbage is collected.
+        replaced = vars(layers[index]).pop("forward")
         try:
             return forward(index, hidden, LayerCall(args[1:], kwargs))
         except Exception as error:
             raise OfStandIn(error) from None
         finally:
-            layers[index].forward = functools.partial(stand_in, index)
+            layers[index].forward = replaced
 
     for index, layer in enumerate(layers):
         layer.forward = functools.partial(stand_in, index)
@@ -73,11 +74,9 @@ def capture_calls(
 ) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
     """Run everything before the first layer, and capture how the model calls each layer; raises what ``embed`` raises.
 
-    ``returned`` gives what a layer returns, whose form its stand-in then returns with other values.
-
-    Returns:
-        The first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand
-        on as in ``LayerForm``.
+    ``returned`` gives what a layer returns, whose form its stand-in then returns with other values. The result is the
+    first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand on as in
+    ``LayerForm``.
     """
     inputs: list[torch.Tensor] = []
     calls: list[LayerCall] = []
@@ -130,10 +129,8 @@ def capture_calls(
 def embed(decoder: Decoder, token_ids: torch.Tensor, edges: Tensors) -> tuple[torch.Tensor, list[LayerCall]]:
     """Run everything before the first layer, and capture how the model calls each layer.
 
-    Right padding needs no mask unless ``padding_matters``. ``edges`` are the ``embed_tensors``.
-
-    Returns:
-        The first layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
+    Right padding needs no mask unless ``padding_matters``. ``edges`` are the ``embed_tensors``. The result is the first
+    layer's input [B, S, D], or [B, S, n, D] with ``n`` hidden states per token, and one call per layer.
     """
     hidden, calls, _ = capture_calls(decoder, token_ids, edges, lambda layer, *_: decoder.form.returned[layer])
     return decoder.tokens_first(hidden), calls
@@ -164,8 +161,7 @@ def logits(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tens
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tensor:
     """The input [B, S, D] of the output head for the last layer's output [B, S, D], with ``tail_tensors``.
 
-    Raises:
-        ModelCodeError: the model's own code raises something, or does not call the head.
+    A ModelCodeError if the model's own code raises something, or does not call the head.
     """
     inputs: list[torch.Tensor] = []
 

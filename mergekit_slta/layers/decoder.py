@@ -349,10 +349,8 @@ class Decoder:
     def run(self, layer: int, tensors: Tensors, hidden: torch.Tensor, call: LayerCall, **settings: Any) -> LayerRun:
         """Run a layer on hidden states [B, S, D] as the model does, to its end or until it calls a module.
 
-        ``tensors`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``.
-
-        Raises:
-            ModelCodeError: whatever the layer's own code raises.
+        ``tensors`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``. Whatever the layer's
+        own code raises is a ModelCodeError.
         """
         run, copied = LayerRun(**settings), call.with_state({})
         self.restore()

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.layers.attention import use_few_queries
 from mergekit_slta.layers.calls import (
     capture_calls,
     embed,
@@ -78,8 +79,8 @@ def trace(
 
 def trace_model(model: transformers.PreTrainedModel) -> Decoder:
     """``trace`` a model that is on the meta device, on the CPU; what it does when it runs is changed."""
-    # Attention stays the architecture's default: torch's own, whose memory grows with the length, or, for a few such as
-    # Gemma 2 and gpt-oss, the one that has the scores of all pairs of tokens in memory. See ``_with_form``.
+    # Attention stays the architecture's default, torch's own for most, but for what is in memory. See ``_with_form``.
+    use_few_queries(model)
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
@@ -177,6 +178,7 @@ def _with_form(decoder: Decoder) -> Decoder:
     if not decoder.form.causal:
         default = decoder.model.config._attn_implementation
         decoder.model.set_attn_implementation("eager")
+        use_few_queries(decoder.model)
         masked = _try_layers(decoder)
         if masked.causal:
             decoder.form = masked
@@ -483,8 +485,7 @@ def _other(values: Any) -> Any:
 def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
     """The heads of a layer's attention, or why there are none to be told apart.
 
-    Raises:
-        ModelCodeError: the model's own code fails when its norms return what they are given.
+    A ModelCodeError if the model's own code fails when its norms return what they are given.
     """
     kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
     if not kinds:

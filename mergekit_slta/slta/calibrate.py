@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_slta.engine.loop import LayerMethod, Progress
-from mergekit_slta.engine.memory import batch_bytes, batch_shapes, edge_bytes, layer_bytes, states_bytes
+from mergekit_slta.engine.memory import batch_bytes, batch_shapes, children, edge_bytes, layer_bytes, states_bytes
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.models.checkpoint import Checkpoint, Tensors
@@ -32,10 +32,10 @@ BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the 
 def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -> int:
     """The bytes that it takes to measure so many models, the base model included, at a level."""
     streams, linear = models if level == "model" else 1, level == "linear"
-    # Of each model the outputs of both branches and their parts, of the last one what is inside the MLP; at level
-    # ``linear`` also the changes of all maps.
-    shapes = batch_shapes(decoder, tasks)
-    batch = batch_bytes(decoder, shapes, hidden=8 * models + 1, inner=5 if linear else 3, scores=models + 1)
+    # Of each model the outputs of the layer's children and of a run of each branch, and their change with its parts; of
+    # the last one what is inside the MLP; at level ``linear`` also the changes of all maps.
+    shapes, hidden = batch_shapes(decoder, tasks), (children(decoder) + 4) * models + 1
+    batch = batch_bytes(decoder, shapes, hidden, inner=5 if linear else 3, scores=models + 1)
     layers = (1 + linear) * layer_bytes(decoder, models) + batch
     return states_bytes(decoder, tasks, streams) + max(edge_bytes(decoder) * streams, layers)
 

@@ -44,7 +44,7 @@ CASES = {
     "weights": Case("llama", {"hidden_size": 768, "intermediate_size": 3072}),
     "mixture": Case("qwen3_moe", {"hidden_size": 256, "moe_intermediate_size": 256}, 30, 256),
     "masks": Case("mistral", {"sliding_window": 64}, 1, 3000),
-    "scores of all pairs": Case("gemma2", {"hidden_size": 256, "intermediate_size": 512, **ONE_WINDOW}, 1, 1500),
+    "a few queries": Case("gemma2", {"hidden_size": 256, "intermediate_size": 512, **ONE_WINDOW}, 1, 3000),
     "vocabulary": Case("llama", VOCABULARY, 2, 64),
     "vocabulary, few tokens": Case("llama", VOCABULARY, 2, 24),
     "vocabulary, many tokens": Case("llama", VOCABULARY, 8, 128),
@@ -54,7 +54,7 @@ SLACK = 10_000_000
 METHODS = ("slta", "featcal", "actmat", "evaluate", "ask")
 GRID = [(method, name) for method in METHODS for name in (CASES if method not in ("actmat", "ask") else ("weights",))]
 GRID += [("ask", name) for name in ("wide MLP", "long prompts")]
-QUICK = [("slta", "wide MLP"), ("actmat", "weights")]
+QUICK = [("slta", "wide MLP"), ("featcal", "long prompts"), ("actmat", "weights")]
 
 
 def family_of(case: Case, folder: Path) -> Family:

@@ -1,7 +1,9 @@
 """Layers run one at a time against the model's own forward pass, and how they split against a table made by hand."""
 
 import copy
+import gc
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -9,12 +11,14 @@ import torch
 import transformers
 from support import families, reference
 from support.families import LAYERS, PAD
+from support.memory import peak_of
 from support.processes import run_python
 from support.rounding import state_rounding
 
 from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers.calls import embed, logits
+from mergekit_slta.layers import attention
+from mergekit_slta.layers.calls import embed, logits, made_up_edges, random_numbers
 from mergekit_slta.layers.decoder import Decoder, LayerCall
 from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.levels import LEVELS
@@ -59,8 +63,9 @@ def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
 
 @pytest.mark.parametrize("architecture", families.ARCHITECTURES)
 @torch.no_grad()
-def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) -> None:
+def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a padded batch, in which each sample is compared with its own unpadded run; alone where padding matters."""
+    monkeypatch.setattr(attention, "SCORES", 100)  # of a few queries at a time
     model, decoder, state = opened(families.config_of(architecture))
     ids = padded_ids()
     expected = []
@@ -79,6 +84,27 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str) ->
             found = logits(decoder, hidden[:1, : LENGTHS[0]], edges_of(decoder, state))
             reference.forget(model)
             assert torch.allclose(found, model(ids[:1, : LENGTHS[0]]).logits, rtol=0, atol=TOLERANCE)
+
+
+def test_what_a_call_has_captured_does_not_wait_for_garbage_to_be_collected() -> None:
+    decoder = families.skeleton("llama")
+    gc.disable()
+    hidden, calls = embed(decoder, torch.full((1, 4), 3), made_up_edges(decoder))
+    alive = weakref.ref(hidden)
+    del hidden, calls
+    gc.enable()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+@torch.no_grad()
+def test_scores_of_all_pairs_are_not_in_memory(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take 46 MB each time, in one narrow layer."""
+    monkeypatch.setattr(attention, "SCORES", 10**6)
+    decoder = trace(families.config_of(architecture, max_position_embeddings=4096))
+    tensors = random_numbers(decoder.layers[0].state_dict(), decoder.device)
+    hidden, calls = embed(decoder, torch.full((1, 2400), 3), made_up_edges(decoder))
+    assert peak_of(lambda: decoder.run(0, tensors, hidden, calls[0])) < 2 * 46e6
 
 
 @pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
