@@ -87,15 +87,15 @@ def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:
     return pairs if any(window and window < longest for window in windows) else 0
 
 
-def batch_bytes(decoder: Decoder, shapes: Shapes, hidden: int, inner: int, scores: int) -> int:
+def batch_bytes(decoder: Decoder, shapes: Shapes, hidden: int, inner: int, scores: int, beside: int = 0) -> int:
     """The size of the features of the largest batch in a layer, and of the masks of all batches.
 
-    ``hidden`` and ``inner`` say how many hidden states, and inputs of the widest map, of each position are in memory at
-    once, ``scores`` how many times the scores of all pairs of tokens are, where attention does not avoid them.
+    ``hidden`` and ``inner`` say how many hidden states, and inputs of the widest map, of each position are there,
+    ``beside`` so many bytes; or half of the states, two queries, a key, a value, and ``scores`` of all pairs of tokens.
     """
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
     masks, most = mask_bytes(decoder, shapes), max(rows * length**2 for rows, length in shapes)
     few = 3 * min(heads_with_scores(decoder, FEW_QUERIES) * most, SCORES)  # before, in and after the softmax
     in_attention = NUMBER * (few + scores * heads_with_scores(decoder) * most) or MASK * bool(masks) * most
-    numbers = hidden * hidden_size(decoder) + inner * widest
-    return NUMBER * numbers * max(map(math.prod, shapes)) + masks + in_attention
+    state, wide = (NUMBER * columns * max(map(math.prod, shapes)) for columns in (hidden_size(decoder), widest))
+    return masks + max(hidden * state + inner * wide + beside, (hidden // 2 + 4) * state + in_attention)

@@ -48,8 +48,7 @@ class Partial:
     def held(self, ranks: Ranks) -> Iterator[None]:
         """Create the folder and keep other processes out of it; one in which no run has begun is deleted at the end.
 
-        Raises:
-            SltaError: another process uses the folder, or it holds files of something else.
+        An SltaError if another process uses the folder, or it holds files of something else.
         """
         with ranks.one_refusal():  # each rank may have a disk of its own
             # In this order: another process may begin between them.
@@ -81,10 +80,7 @@ class Partial:
     ) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
-        With ``replace`` the layers of another run are deleted, and the log says so, instead of a refusal.
-
-        Raises:
-            SltaError: the folder is another run's.
+        With ``replace`` the layers of another run are deleted, and the log says so, instead of an SltaError.
         """
         with ranks.one_refusal():
             known, identity = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(identity))

@@ -59,9 +59,7 @@ class Ranks:
     def one_refusal(self) -> Iterator[None]:
         """Within the block every rank does the same; at its end all end if one refuses, and the first prints why.
 
-        Raises:
-            click.ClickException: the refusal of a single process.
-            click.exceptions.Exit: one of several ranks has refused.
+        They end by ``click.exceptions.Exit``, a single process by its refusal.
         """
         refusal = None
         try:

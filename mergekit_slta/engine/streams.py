@@ -159,10 +159,7 @@ class Streams:
     layer then wait where the layer is computed, so that the next run goes on from there. They take a bounded part of
     the memory: modules whose outputs find no room run again.
 
-    Args:
-        decoder: the models' common decoder.
-        sources: for each stream, the models that embed the samples of each task.
-        batches: this process's.
+    ``sources`` are for each stream the models that embed the samples of each task, ``batches`` this process's.
     """
 
     def __init__(self, decoder: Decoder, sources: Sequence[Sequence[Source]], batches: Sequence[Batch]) -> None:

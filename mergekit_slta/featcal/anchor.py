@@ -83,12 +83,7 @@ class ActmatAnchor(Blend):
     def prior(self, maps: Sequence[LinearMap], base: Tensors, owners: Sequence[Tensors]) -> torch.Tensor | None:
         """The prior of maps with one input: P [in, in], the system of ``actmat`` with a unit mean diagonal.
 
-        Args:
-            maps: the maps.
-            base, owners: the tensors of the base model, and of each task's own model.
-
-        Returns:
-            P, or None where no expert has changed a map.
+        From the tensors of the base model, and of each task's own model; None where no expert has changed a map.
         """
         changes = ([m.matrix(owner) - m.matrix(base) for owner in owners if owner is not base] for m in maps)
         total = sum(sum(map(covariance, task_matrices)) for task_matrices in changes)

@@ -57,7 +57,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
-from mergekit_slta.featcal.regression import RidgeRegression, Tokens, regression_bytes
+from mergekit_slta.featcal.regression import PREDICTED, RidgeRegression, Tokens, regression_bytes
 from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
@@ -85,23 +85,25 @@ Owner = TypeVar("Owner")
 def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     """The bytes that it takes to merge so many models, the base model included."""
     maps, layers = memory.map_shapes(decoder) or {(0, 0)}, memory.layer_bytes(decoder, models)
-    batches, solved = memory.batch_shapes(decoder, tasks), sum(len(row) for task in tasks for row in task)
-    tokens = solved + max(map(math.prod, batches))  # a batch that is on its way through a layer counts twice
-    anchor = max((models - 1) * memory.NUMBER * rows * columns + matrix_bytes(rows, columns) for rows, columns in maps)
-    batch = memory.batch_bytes(decoder, batches, hidden=20, inner=5, scores=3)
-    adding, solving = map(max, zip(*(regression_bytes(*shape, solved) for shape in maps), strict=True))
+    batches, tokens = memory.batch_shapes(decoder, tasks), sum(len(row) for task in tasks for row in task)
+    positions, longest = max(map(math.prod, batches)), max(length for _, length in batches)
+    number, width = memory.NUMBER, memory.hidden_size(decoder)
+    anchor = max((models - 1) * number * rows * columns + matrix_bytes(rows, columns) for rows, columns in maps)
+    adding, solving = map(max, zip(*(regression_bytes(*shape, tokens) for shape in maps), strict=True))
+    # Of a batch on its way: what waits of it, again; outputs of both sides' children; the running side's input twice;
+    # a copy of an output; the stream inside the layer; the drift, its parts and the targets. Of the widest map: the
+    # merged side's inputs; an MLP's factors and their product, or queries, keys, and keys and values for all heads.
+    hidden, again = 2 * memory.children(decoder) + 7, waiting(decoder, positions, longest)
+    batch = memory.batch_bytes(decoder, batches, hidden, inner=4, scores=3, beside=again)
     inside = layers * (models + 1) // models + max(anchor, adding + max(batch, solving))
-    # The embeddings of all models and their mean; or the heads, of which a part is solved.
+    # The embeddings of all models and their mean; or the heads of the merge and of the tasks' own models, and a part's
+    # sums: twice, with a batch's targets, residuals, combinations and hidden states, or once, with the solution twice.
     edge = memory.edge_bytes(decoder)
-    head = min(edge // memory.NUMBER, HEAD_ELEMENTS) if decoder.head else 0
-    features = memory.batch_bytes(
-        decoder, batches, hidden=5 * head // (2 * memory.hidden_size(decoder) ** 2), inner=0, scores=0
-    )
-    # Its sums, twice while tokens are added; then once, beside the solution and what it is computed from.
-    ends = max((models + 1) * edge, models * edge + memory.NUMBER * head * 2 + max(features, memory.NUMBER * head))
-    longest = max(length for _, length in batches)
-    during = memory.TOKEN * tokens + waiting(decoder, tokens, longest) + inside
-    return max(during, memory.states_bytes(decoder, tasks, 2) + ends)
+    part = number * min(edge // number, HEAD_ELEMENTS) if decoder.head else 0
+    of_batch = part // width * (2 * positions + PREDICTED) + 6 * number * width * positions
+    head = (len(tasks) + 1) * edge + 2 * part + max(of_batch, part)
+    states = waiting_bytes(tokens, width, 2) + max((models + 1) * edge, head)
+    return memory.TOKEN * tokens + max(waiting(decoder, tokens, longest) + inside, states)
 
 
 def waiting(decoder: Decoder, tokens: int, longest: int) -> int:
@@ -289,43 +291,42 @@ class _Layer:
         return sums[0] / sums[1]
 
     def tokens_of(self, group: MapGroup, report: Progress, task: int) -> Iterator[Tokens]:
-        """The tokens of a task at maps of one input: both models' layers run, batch by batch.
+        """The tokens of a task at maps of one input: both models' layers run, batch by batch."""
+        for number, batch in self.streams.batches_of(task):
+            yield self._tokens(group, number, batch)  # nothing of it waits beside the next batch
+            report(len(batch.rows))
+
+    def _tokens(self, group: MapGroup, number: int, batch: Batch) -> Tokens:
+        """The tokens of a batch.
 
         The targets are what the task's own maps return for their own inputs, without biases, and with half of the drift
         where a map can correct it.
         """
         writes = not self.maps.writers.keys().isdisjoint(group.modules)
-        for number, batch in self.streams.batches_of(task):
-            # Before the runs: the owner's run of the layer's last group puts the output in the input's place.
-            hidden = [self.streams.hidden(stream, number) for stream in (MERGED, OWNER) if writes]
-            merged, owner = self._run(MERGED, number, group), self._run(OWNER, number, group)
-            outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
-            for linear_map in group.maps:
-                output = batch.unpadded(owner.outputs[linear_map.module])
-                if (writer := self.maps.writers.get(linear_map.module)) is not None:
-                    before = ({INPUT: h, **run.outputs} for h, run in zip(hidden, (merged, owner), strict=True))
-                    drift, factors = self._drift(writer, *before), torch.ones((), device=output.device)
-                    if writer.norm is not None:
-                        factors, counts = _before_norm(output, batch.unpadded(owner.outputs[writer.norm]))
-                        token_weights = token_weights.to(counts.device) * counts
-                    if drift is not None:
-                        output = output + DRIFT * factors * batch.unpadded(drift)
-                offset = linear_map.offset(self.owners[task])
-                outputs.append(output if offset is None else output - offset)
-            yield batch.unpadded(merged.inputs[group.module][0]), torch.cat(outputs, 1), places, token_weights
-            report(len(batch.rows))
+        # Before the runs: the owner's run of the layer's last group puts the output in the input's place.
+        hidden = [self.streams.hidden(stream, number) for stream in (MERGED, OWNER) if writes]
+        merged, owner = self._run(MERGED, number, group), self._run(OWNER, number, group)
+        outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
+        for linear_map in group.maps:
+            output = batch.unpadded(owner.outputs[linear_map.module])
+            if (writer := self.maps.writers.get(linear_map.module)) is not None:
+                before = ({INPUT: h, **run.outputs} for h, run in zip(hidden, (merged, owner), strict=True))
+                drift, factors = self._drift(writer, *before), torch.ones((), device=output.device)
+                if writer.norm is not None:
+                    factors, counts = _before_norm(output, batch.unpadded(owner.outputs[writer.norm]))
+                    token_weights = token_weights.to(counts.device) * counts
+                if drift is not None:
+                    output = output + DRIFT * factors * batch.unpadded(drift)
+            offset = linear_map.offset(self.owners[batch.task])
+            outputs.append(output if offset is None else output - offset)
+        return batch.unpadded(merged.inputs[group.module][0]), torch.cat(outputs, 1), places, token_weights
 
     def _drift(self, writer: Writer, merged: Mapping[str, Any], owner: Mapping[str, Any]) -> torch.Tensor | None:
         """By how much the owner's residual stream differs from the merged model's where a module writes to it.
 
-        Args:
-            writer: the module.
-            merged, owner: by the layer's input and the children that have run before the module, what each is in the
-                merged model's layer, and in the owner's.
-
-        Returns:
-            The drift in units of the module's output, or of its norm's [B, S, out]; None where there is nothing to
-            correct. In the first layer the embeddings' difference does not count.
+        From the layer's input and the outputs of children before the module, by name, in both layers. It is in units of
+        the module's output, or of its norm's [B, S, out], and None where there is nothing to correct. In the first
+        layer the embeddings' difference does not count.
         """
         parts = [
             factor / writer.factor * (hidden_of(owner[source]) - hidden_of(merged[source]))
@@ -434,9 +435,7 @@ class _Layer:
 def _before_norm(inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What turns a change of a norm's output into one of its input [n, D], and how much such a change counts [n].
 
-    Args:
-        inputs: of the norm [n, D].
-        outputs: of it [n, D].
+    From the norm's inputs and outputs [n, D].
     """
     factors = torch.where(inputs == 0, 0.0, outputs / inputs)
     squares = factors.square()

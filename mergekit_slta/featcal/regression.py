@@ -143,6 +143,7 @@ class RidgeRegression:
         for task, count in enumerate(counts):
             for tokens in tokens_of(task):  # may run layers, batch by batch
                 self._add(*tokens)
+                del tokens  # which must not wait beside the next batch
             self._finish_task(count)
 
     def _add(

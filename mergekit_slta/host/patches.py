@@ -45,8 +45,7 @@ _REPLACEMENTS: list[tuple[Any, str, Callable[..., Any]]] = []  # whose function 
 def replaces(owner: Any, name: str, *parameters: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a function as the replacement of mergekit's ``owner.name``, which must have these parameters.
 
-    Raises:
-        ImportError: it is missing or has others.
+    An ImportError if it is missing or has others.
     """
     stock = inspect.unwrap(getattr(owner, name, lambda: None))
     if tuple(inspect.signature(stock).parameters) != parameters:

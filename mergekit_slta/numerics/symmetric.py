@@ -52,12 +52,9 @@ def add_ridge(matrix: torch.Tensor, ridge: float) -> float:
 
 
 def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | None:
-    """target [k, n] times the inverse of a positive definite matrix [n, n].
+    """target [k, n] times the inverse of a positive definite matrix [n, n]; None where it is not, or not finite.
 
     A float32 system that a float32 factor does not determine is solved in float64 on the CPU, which the log says.
-
-    Returns:
-        [k, n], or None where the matrix is not positive definite or a number is not finite.
     """
     factor, failed = torch.linalg.cholesky_ex(system)
     shares = factor.diagonal().square() / system.diagonal()

@@ -53,9 +53,7 @@ class TensorWeights:
 
         At ``attn_mlp``, for example, ``model.layers.3.mlp.up_proj.weight`` is in the branch ``mlp`` of layer 3 and
         takes the solution of ``layer.3.mlp``. A tensor that several layers share takes the mean of their weights.
-
-        Returns:
-            [T], or [T, ...] to broadcast with the tensor, if the weights differ inside it.
+        They are [T], or [T, ...] to broadcast with the tensor, if they differ inside it.
         """
         piece = self.layout.pieces.get(stored)
         if piece is None:

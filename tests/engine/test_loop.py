@@ -24,6 +24,7 @@ from mergekit_slta.featcal.merge import FeatureMerge
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.measure import measure
 
 Run = Callable[[Recipe, Family], object]
@@ -77,22 +78,27 @@ def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Pat
     assert said[-1].split("|")[0].endswith(": 100%")
 
 
-def test_no_layer_waits_beside_the_head(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", [FeatureMerge, Calibration])
+def test_no_layer_waits_beside_the_head(
+    method: Any, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    take_layer, finish = FeatureMerge.take_layer, FeatureMerge.finish
+    take_layer, finish = method.take_layer, method.finish
 
     def watched(self: Any, layer: int, tensors: Sequence[Tensors], *others: Any) -> Tensors:
         result: Tensors = take_layer(self, layer, tensors, *others)
-        alive.extend(weakref.ref(tensor) for model in [*tensors, result] for tensor in model.values())
+        solved = [result] if method is FeatureMerge else []  # Gram matrices wait
+        alive.extend(weakref.ref(tensor) for model in [*tensors, *solved] for tensor in model.values())
         return result
 
     def after_all(self: Any, *others: Any) -> Any:
         assert alive and not any(tensor() is not None for tensor in alive)
         return finish(self, *others)
 
-    monkeypatch.setattr(FeatureMerge, "take_layer", watched)
-    monkeypatch.setattr(FeatureMerge, "finish", after_all)
-    families.merge(families.recipe(llama, "featcal", experts=[0, 1], samples=3), tmp_path / "out")
+    monkeypatch.setattr(method, "take_layer", watched)
+    monkeypatch.setattr(method, "finish", after_all)
+    name = "featcal" if method is FeatureMerge else "slta"
+    families.merge(families.recipe(llama, name, experts=[0, 1], samples=3), tmp_path / "out")
 
 
 # Inside, torch's settings are changed; afterwards they are as before.

@@ -1,20 +1,20 @@
 """What waits between layers, and between two runs of a layer: it is bounded, and what finds no room runs again."""
 
-from multiprocessing.context import ForkServerContext
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import MakeFamily
-from support import depths, families
-from support.families import Family
+from support import families
 from support.merging import same_tensors
 from torch.utils._pytree import tree_leaves
 
 from mergekit_slta.engine import streams as module
 from mergekit_slta.engine.streams import Streams, make_batches, read_edges, waiting_bytes
-from mergekit_slta.featcal.merge import waiting
+from mergekit_slta.featcal.merge import MERGED, waiting
+from mergekit_slta.featcal.regression import RidgeRegression
 from mergekit_slta.layers.calls import embed
 from mergekit_slta.layers.decoder import LayerCall
 from mergekit_slta.layers.trace import trace
@@ -93,26 +93,24 @@ def test_a_merge_is_the_same_to_the_last_bit_where_layers_run_again(
     assert same_tensors(*(families.solved_tensors(tmp_path / name) for name in ("waiting", "again")))
 
 
-MANY = [[[3 + (i * j) % 50 for i in range(256)] for j in range(30 * task + 1, 30 * task + 31)] for task in range(2)]
-ROOM = 10_000_000
-
-
-def merge_many(family: Family, folder: Path) -> None:
-    module.OUTPUT_BYTES = ROOM
-    families.feature_merge(family, folder, tasks=MANY, batch_tokens=512)
-
-
-@depths.needs_account
-def test_many_prompts_take_the_memory_that_is_counted(
-    forks: ForkServerContext, make_family: MakeFamily, tmp_path: Path
+def test_nothing_of_a_batch_waits_beside_the_next(
+    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A narrow model with a wide MLP: what its modules return is most of the memory, unless it is bounded."""
-    sizes = {"hidden_size": 64, "intermediate_size": 1024, "num_hidden_layers": 1}
-    family = make_family(families.config_of("llama", **sizes))
-    peak = depths.peak_in_a_process(forks, merge_many, family, tmp_path)
-    print(f"peak {peak / 1e6:.0f} MB")
-    tokens = sum(map(len, MANY)) * 256
-    assert waiting(trace(family.config), tokens, longest=0) > 130e6  # without a bound that is reached
-    batch = 4 * 512 * 20 * 1024  # a batch on its way through the MLP
-    solving = 4 * 8 * 1024**2
-    assert peak < waiting_bytes(tokens, 64, 2) + ROOM + batch + solving
+    """But what ``Streams`` holds: neither a layer's run nor what a map was given."""
+    run_layer, add, alive = Streams.run_layer, RidgeRegression._add, list[weakref.ref[Any]]()
+
+    def watched(self: Streams, stream: int, *arguments: Any, **settings: Any) -> Any:
+        if stream == MERGED:
+            assert all(reference() is None for reference in alive)
+            alive.clear()
+        run = run_layer(self, stream, *arguments, **settings)
+        alive.append(weakref.ref(run))
+        return run
+
+    def added(self: RidgeRegression, inputs: torch.Tensor, *others: Any) -> None:
+        alive.append(weakref.ref(inputs))
+        add(self, inputs, *others)
+
+    monkeypatch.setattr(Streams, "run_layer", watched)
+    monkeypatch.setattr(RidgeRegression, "_add", added)
+    families.feature_merge(make_family("llama", records=4), tmp_path, batch_tokens=40)

@@ -5,14 +5,13 @@ import json
 import logging
 import re
 from dataclasses import replace
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import MakeFamily
-from support import depths, families, featcal_reference
+from support import families, featcal_reference
 from support.copies import edit_tensors
 from support.families import ARCHITECTURES, CURRENT, LAYERS, MULTIMODAL, UNSPLIT, Family
 from support.memory import peak_of
@@ -269,7 +268,7 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
     assert peak_of(lambda: anchor.of(names, tensors)) < 5 * 24 * 400 * 300 * 4
 
 
-# Padding, memory
+# Padding
 
 
 def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_path: Path) -> None:
@@ -281,17 +280,3 @@ def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_pat
     head = families.feature_merge(family, tmp_path).tensor("lm_head.weight")
     assert head is not None and head.isfinite().all()
     assert not torch.equal(head.double(), family.model(0).state_dict()["lm_head.weight"])
-
-
-def merge_tasks(family: Family, folder: Path) -> None:
-    families.feature_merge(family, folder, tasks=depths.TASKS)
-
-
-@depths.needs_account
-def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
-    places = {layers: tmp_path / str(layers) for layers in (2, 4)}
-    peaks = [
-        depths.peak_in_a_process(forks, merge_tasks, depths.wide_family(place / "models", layers), place)
-        for layers, place in places.items()
-    ]
-    assert peaks[1] < 1.1 * peaks[0]

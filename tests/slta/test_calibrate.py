@@ -141,20 +141,6 @@ def test_batches_are_halved_until_they_fit_and_one_sample_that_does_not_is_an_er
 # Memory
 
 
-def measure_tasks(family: Family, folder: Path) -> None:
-    families.measure(family, "attn_mlp", tasks=depths.TASKS)
-
-
-@depths.needs_account
-def test_memory_does_not_grow_with_the_number_of_layers(forks: ForkServerContext, tmp_path: Path) -> None:
-    """Under twice what T + 1 layers in float32 and the hidden states of all samples take."""
-    deep = depths.wide_family(tmp_path, layers=6)
-    tensors = load_file(deep.base / "model.safetensors")
-    layer = sum(tensor.numel() for name, tensor in tensors.items() if ".layers.0." in name)
-    needed = 4 * (len(deep.folders) * layer + depths.TOKENS * depths.WIDTH)
-    assert depths.peak_in_a_process(forks, measure_tasks, deep, tmp_path) < 2 * needed
-
-
 def measure_maps(family: Family, folder: Path) -> None:
     families.measure(family, "linear", "attn_mlp", tasks=depths.TASKS)
 

@@ -1,4 +1,4 @@
-"""The peak memory of the same work on a small and on a large model, whose layers outweigh all else that it takes."""
+"""The peak memory of the same work on a small and on a large mixture, whose layers outweigh all else that it takes."""
 
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -11,12 +11,9 @@ from support import families, memory
 from support.families import Family
 from support.processes import TIMEOUT
 
-WIDTH = 384
-WIDE = {"hidden_size": WIDTH, "intermediate_size": 1024, "num_attention_heads": 6, "num_key_value_heads": 6}
 MIXTURE_WIDTH = 256
 STACK = 2**24  # bytes in float32
 TASKS = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
-TOKENS = sum(len(ids) for task in TASKS for ids in task)
 
 # Takes a family and a new folder, and works on ``TASKS``.
 Work = Callable[[Family, Path], object]
@@ -24,12 +21,6 @@ Work = Callable[[Family, Path], object]
 needs_account = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory"
 )
-
-
-def wide_family(folder: Path, layers: int) -> Family:
-    """A family in bfloat16."""
-    config = families.config_of("llama", **WIDE, num_hidden_layers=layers)
-    return families.make_family(folder, config, dtype=torch.bfloat16, scale=0.01)
 
 
 def peaks_of_mixtures(forks: ForkServerContext, work: Work, folder: Path) -> list[int]:
