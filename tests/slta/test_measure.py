@@ -64,7 +64,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was run")
 
-    monkeypatch.setattr(module, "calibrate", run)
+    monkeypatch.setattr(module, "pass_layers", run)
 
 
 def close(first: Statistics, second: Statistics, level: str = "attn_mlp") -> bool:
@@ -273,7 +273,7 @@ def test_a_merge_writes_its_statistics_anew_and_one_that_names_them_measures_not
     families.merge(recipe(llama), out)
     assert same(Statistics.load(out), first)
     content, weights = written.read_bytes(), (out / "model.safetensors").read_bytes()
-    monkeypatch.setattr(module, "calibrate", None)
+    monkeypatch.setattr(module, "pass_layers", None)
     with pytest.raises(TypeError):
         families.merge(recipe(llama), tmp_path / "unnamed")
     families.merge(recipe(llama, statistics=str(written)), out)
