@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -47,7 +48,9 @@ class Step(NamedTuple):
     @property
     def mark(self) -> str:
         """A hash of the command, and of the sizes and times of its input files; the Hub's are only named."""
-        parts = [Path(part).expanduser() for name in self.inputs for part in name.split("+")]  # also of an adapter
+        # Also of an adapter, and of a folder with a dataset.
+        names = dict.fromkeys(part for name in self.inputs for part in (name, *re.split(r"^hf:|[+?]", name)) if part)
+        parts = [Path(name).expanduser() for name in names]
         inputs = [file for part in parts for file in (sorted(part.iterdir()) if part.is_dir() else [part])]
         stats = [(str(file), file.stat()) for file in inputs if file.is_file()]
         return files.digest([*self.command, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
@@ -75,6 +78,7 @@ class Plan:
             raise SltaError("--no-keep-base merges several experts: with one, leave it out, or copy the expert.")
         if not keep_base and len(calibration) > len(experts):
             raise SltaError("--no-keep-base leaves no use for the base model's --calibration: leave one of them out.")
+        base, *experts = (re.sub(r"/+(?=\+|$)", "", name) for name in (base, *experts))  # as a shell completes folders
         self.folder, self.base, self.experts = folder, base, experts
         self.options: Sequence[str] = ()  # mergekit's, for every step that opens models
         models = [*experts, *[base] * keep_base]
@@ -103,14 +107,15 @@ class Plan:
         inputs = [*models, *(str(recipe.output) for recipe in self.recipes.values())]
         self.scores = Step([*score, "--json", str(folder / SCORES)], folder / SCORES, inputs)
 
-    def checked(self, options: Mapping[str, Any]) -> Experiment:
+    def checked(self, options: Mapping[str, Any], written: bool) -> Experiment:
         """Open the main merge's recipe, and refuse what ``check`` refuses, and files without a prompt to evaluate.
 
-        Answers that are still to be written are not looked at.
+        Answers that are still to be written are not looked at. ``written`` says whether the recipe's file, which may
+        have been edited, is of this plan.
         """
         file = self.recipes[MERGE].output
         text = new_recipe(self.base, self.experts, calibration=[*self.sources.values()], report=str(self.folder))
-        experiment = Experiment(Recipe.load(file) if file.exists() else Recipe.parse(text, str(file)), **options)
+        experiment = Experiment(Recipe.load(file) if written else Recipe.parse(text, str(file)), **options)
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
         examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
@@ -158,7 +163,10 @@ class Run:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             self._run(words)
         if is_recipe:
-            files.write(step.output, printed.getvalue().encode())
+            earlier, text = step.output, printed.getvalue().encode()
+            if earlier.exists() and earlier.read_bytes() != text:  # it may have been edited
+                self.say(f"{earlier} is written anew; the earlier one is now {earlier.replace(f'{earlier}.old')}.")
+            files.write(step.output, text)
         else:
             self.say(printed.getvalue(), quiet=True)
         self._marks[str(step.output)] = step.mark
@@ -167,7 +175,7 @@ class Run:
     def say(self, line: str, quiet: bool = False) -> None:
         """Add a line to the log, and print it unless ``quiet``."""
         self._plan.folder.mkdir(parents=True, exist_ok=True)
-        with (self._plan.folder / LOG).open("a") as log:
+        with (self._plan.folder / LOG).open("a", encoding="utf-8") as log:
             log.write(f"{line}\n")
         if not (quiet or self._quiet):
             click.echo(line, err=True)

@@ -140,7 +140,7 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     of_plan = {name: options.pop(name) for name in ("calibration", "keep_base", "against")}
     planned = automatic.Plan(base, experts, folder, **of_plan)
     run = automatic.Run(planned, typed, options["quiet"])
-    experiment = planned.checked(applied(options))
+    experiment = planned.checked(applied(options), run.is_done(planned.recipes[automatic.MERGE]))
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     lines = "\n".join(planned.described(experiment)).splitlines()
     for line in lines:

@@ -4,11 +4,12 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import family
 import pytest
-from safetensors.torch import load_file, save_file
 from support.command import run
+from support.copies import edit_tensors
 from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
@@ -66,6 +67,17 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
     assert "out/recipes/featcal.yml" not in changed  # an edit there would be lost
 
 
+def test_a_recipe_that_is_replaced_is_kept_with_its_edits(models: family.Family) -> None:
+    recipe = Path("out/recipes/featcal.yml")
+    for base, prompts, found in (("base", "a", "--calibration=a"), ("base/", "a", "edited"), ("base", "c", "=c")):
+        plan = auto.Plan(base, ["a/+b/", "c"], Path("out"), [prompts, "d"], keep_base=False)
+        auto.Run(plan, print, quiet=True).take(plan.recipes["featcal"])
+        assert found in recipe.read_text()
+        recipe.write_text("edited")
+    assert recipe.with_name("featcal.yml.old").read_text() == "edited"
+    run(*arguments(models, "sums", "strings"), "--dry-run")  # does not read what it would replace
+
+
 def test_a_run_that_was_killed_goes_on(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
     words = arguments(models, "sums", "strings")
     take = auto.Run.take
@@ -86,10 +98,7 @@ def test_a_run_that_was_killed_goes_on(models: family.Family, monkeypatch: pytes
 def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family.Family) -> None:
     """A copy of the expert whose parameters differ in rounding."""
     copied = Path(shutil.copytree(models.experts["sums"], "copied"))
-    tensors = load_file(copied / "model.safetensors")
-    save_file(
-        {name: tensor * 1.004 for name, tensor in tensors.items()}, copied / "model.safetensors", {"format": "pt"}
-    )
+    edit_tensors(copied, lambda tensors: [tensor.mul_(1.004) for tensor in tensors.values()])
     lines = models.calibration["sums"].read_text().splitlines(keepends=True)
     models.calibration["sums"].write_text("".join(lines[:100]))
     models.calibration["strings"].write_text("".join(lines[100:]))
@@ -99,18 +108,14 @@ def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family
 
 
 def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> None:
-    same = Path(shutil.copytree(models.base, "same"))
-    said = run(*arguments(models, "sums", "strings", strings=same)).stdout
+    said = run(*arguments(models, "sums", "strings", strings=shutil.copytree(models.base, Path("same")))).stdout
     assert "Next: leave same out, which is no better than the base model" in said
 
 
 def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
     from mergekit_slta.host.methods import ActmatMerge
 
-    def fail(self: ActmatMerge, *_: Any, **__: Any) -> None:
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(ActmatMerge, "prepare", fail)
+    monkeypatch.setattr(ActmatMerge, "prepare", mock.Mock(side_effect=RuntimeError("out of luck")))
     result = run(*arguments(models, "sums", "strings"))
     assert "actmat failed and is left out (RuntimeError: out of luck)" in result.stderr
     assert "better than task_arithmetic-0.5, the best of the others" in result.stdout
@@ -121,8 +126,7 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     models.calibration["sums"].write_text("".join(lines[:30]))
     assert "has only 30 prompts, which all calibrate: none is left" in run(*words, code=1).stderr
     models.calibration["sums"].unlink()
-    assert "sums.jsonl" in run(*words, code=1).stderr
-    assert not Path("out").exists()
+    assert "sums.jsonl" in run(*words, code=1).stderr and not Path("out").exists()
     Path("out").mkdir()
     Path("out/mine.txt").write_text("mine")
     assert "files that `auto` has not written" in run(*words, code=1).stderr
@@ -135,6 +139,15 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
 
 
 # The plan and the verdict
+
+
+@pytest.mark.parametrize("name", ["hf:{}?split=train", "{}/c++.jsonl", "org/base+{}"])
+def test_a_step_knows_that_an_input_has_changed(name: str, tmp_path: Path) -> None:
+    step, file = auto.Step(["merge"], Path("out"), [name.format(tmp_path)]), tmp_path / "c++.jsonl"
+    file.write_text("a")
+    mark = step.mark
+    file.write_text("ab")
+    assert step.mark != mark
 
 
 def test_models_without_prompts_answer_those_of_the_package() -> None:
@@ -172,8 +185,7 @@ def test_the_next_step_follows_from_the_numbers() -> None:
 
 def test_a_lead_is_of_paired_prompts() -> None:
     """Ten prompts of forty that only one model answers: 0.25, whose interval is Z sqrt(var / n)."""
-    first, second = [1.0] * 30 + [0.0] * 10, [1.0] * 20 + [0.0] * 20
-    task = compared({"featcal": first, "base model": second})
+    task = compared({"featcal": [1.0] * 30 + [0.0] * 10, "base model": [1.0] * 20 + [0.0] * 20})
     ahead, error = auto.lead([task], "featcal", "base model")
     assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5, abs=IN_FLOAT64)
     assert auto.lead([task, task], "featcal", "base model")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)
