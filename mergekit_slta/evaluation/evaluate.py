@@ -22,7 +22,7 @@ from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, published_name, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score, enumerated
 
@@ -236,7 +236,7 @@ def evaluate(
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")
     names = [BASE, *map(own_model, titles)]
-    taken = {*names, *map(published_name, experiment.recipe.references)}
+    taken = {*names, *experiment.recipe.names.values()}
     merges = [folder.name for folder in folders]
     if len({*merges, *taken}) < len(merges) + len(taken):
         merges = [str(folder) for folder in folders]
@@ -254,7 +254,7 @@ def evaluate(
         scores.append(score_model(model, samples_of, device=device, doing=doing, quiet=quiet))
     compared = dict[str, TaskComparison]()
     for (title, group), *of_task in zip(groups.items(), *scores, strict=True):
-        by_model, own = dict(zip(models, of_task, strict=True)), published_name(tasks[title].reference)
+        by_model, own = dict(zip(models, of_task, strict=True)), experiment.recipe.names[tasks[title].reference]
         compared[title] = _task(title, own, group, by_model, experiment.samples_tokenizer)
     comparison = Comparison(compared, tuple(title for title in tasks if title not in groups))
     for folder, name in zip(folders, merges, strict=True):

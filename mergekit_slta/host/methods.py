@@ -29,7 +29,6 @@ from mergekit_slta.models.checkpoint import is_finite, weighted_sum
 from mergekit_slta.models.headers import exempt_types
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.recipe import published_name
 from mergekit_slta.recipe.settings import (
     ACTMAT_RIDGE,
     ACTMAT_RIDGE_OF_ADAPTERS,
@@ -178,7 +177,7 @@ class FeatcalMerge(Merge):
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings, partial)
         errors = solved.errors()
-        tasks = [(published_name(task.reference), task.samples) for task in experiment.recipe.tasks]
+        tasks = [(experiment.recipe.names[task.reference], task.samples) for task in experiment.recipe.tasks]
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.result = (

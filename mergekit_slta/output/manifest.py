@@ -87,7 +87,7 @@ def describe(
     hashes += [""] * (len(recipe.references) - len(hashes))
     models = [
         MergedModel(
-            name=published_name(model), revision=_revision(model) if whole else "", sha256=sha256, parameters=parameters
+            name=recipe.names[model], revision=_revision(model) if whole else "", sha256=sha256, parameters=parameters
         )
         for model, sha256, parameters in zip(recipe.references, hashes, own, strict=True)
     ]
@@ -180,7 +180,7 @@ def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[Merged
             source, template, sha256 = measured.source, measured.template, measured.sha256
         else:
             continue
-        name = published_name(task.reference)
+        name = recipe.names[task.reference]
         yield MergedTask(model=name, source=source, template=template, revision=revision, prompts=count, sha256=sha256)
 
 

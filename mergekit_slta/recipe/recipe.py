@@ -207,6 +207,14 @@ class Recipe:
             )
         return methods[name]
 
+    @cached_property
+    def names(self) -> dict[ModelReference, str]:
+        """The models' names for published files; where several would have one name, the later ones get a number."""
+        names = [*map(published_name, self.references)]
+        earlier = [names[:index].count(name) for index, name in enumerate(names)]
+        numbered = (f"{name} ({count + 1})" if count else name for name, count in zip(names, earlier, strict=True))
+        return dict(zip(self.references, numbered, strict=True))
+
     @property
     def tokenizer_owner(self) -> ModelReference:
         """The model whose token ids the merged model's tokenizer keeps: the base model unless the recipe names one."""

@@ -28,7 +28,7 @@ ERRORS_MEANING = (
 def drift_page(errors: torch.Tensor, tasks: Sequence[tuple[str, int]], settings: FeatcalSettings) -> Page:
     """The report on a feature merge, from its errors [L, T].
 
-    Of each task, it is given the name of its own model, which two may share, and the number of its prompts.
+    Of each task, it is given the name of its own model, and the number of its prompts.
     """
     names = short_names([model for model, _ in tasks])
     digits = partial(as_score, decimals=3)

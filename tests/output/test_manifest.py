@@ -135,11 +135,8 @@ def test_a_manifest_that_cannot_be_read_is_named(llama: Family, tmp_path: Path) 
 
 
 def test_it_has_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Installed:
-        def read_text(self, name: str) -> str | None:
-            return '{"vcs_info": {"vcs": "git", "commit_id": "abc"}}' if name == "direct_url.json" else None
-
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    files = {"direct_url.json": '{"vcs_info": {"vcs": "git", "commit_id": "abc"}}'}
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: SimpleNamespace(read_text=files.get))
     assert commit() == "abc"
 
 
