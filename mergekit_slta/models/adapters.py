@@ -117,6 +117,10 @@ def with_adapter(
     cure = "name the model that it was trained on"
     if any(re.search(r"\.experts\.\d", name) for name in names):
         cure = "train it on all experts and all of their maps, which transformers has in one tensor"
+    rows: Any = model.get_input_embeddings().weight.shape
+    edges = {f"{_TRAINED}{name}" for name, tensor in model.state_dict().items() if tensor.shape == rows}
+    if any(names[name] in edges and own.shape[1:] == rows[1:] and own.shape != rows for name, own in tensors.items()):
+        cure = "its vocabulary has another size, so merge it by peft (merge_and_unload), and name the saved model"
     sentence = reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure)
     with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
         config = peft.PeftConfig.from_pretrained(str(folder))

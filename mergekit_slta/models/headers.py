@@ -242,7 +242,9 @@ def adapter_weights(folder: Path) -> Path:
     for file in (folder / name for name in ADAPTER_FILES):
         if file.exists():
             return file
-    raise SltaError(f"{folder} is not a LoRA adapter: it lacks {ADAPTER_FILES[0]}.")
+    inner = sorted(str(config.parent) for config in folder.glob(f"*/{ADAPTER_CONFIG}"))
+    name_one = f"; name one of the adapters in it, {listed(inner)}" if inner else ""
+    raise SltaError(f"{folder} is not a LoRA adapter: it lacks {ADAPTER_FILES[0]}{name_one}.")
 
 
 def _indexed_files(index: Path) -> dict[str, list[str]]:

@@ -327,8 +327,9 @@ def without_a_tensor(tensors: State) -> State:
     return {name: t for name, t in tensors.items() if "layers.1.self_attn.q_proj.lora_B" not in name}
 
 
-def without_its_file(case: Case) -> None:
+def one_of_several(case: Case) -> None:
     case.adapt(case.lora(), merged_too=False)
+    shutil.copytree(case.folder / "adapter", case.folder / "adapter" / "first")  # as peft writes one that has a name
     (case.folder / "adapter" / "adapter_model.safetensors").unlink()
 
 
@@ -372,7 +373,7 @@ ADAPTERS: Rows = [
         lambda c: c.name(f"{c.base}+{c.lora()}"),
         "BASE+HERE/adapter is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER.",
     ),
-    (without_its_file, "HERE/adapter is not a LoRA adapter: it lacks adapter_model.safetensors."),
+    (one_of_several, "it lacks adapter_model.safetensors; name one of the adapters in it, HERE/adapter/first."),
     (lora_of("llama", hidden_size=64), not_fit("model.layers.0")),
     (
         lambda c: c.adapt(edit(c.lora(), r=10**9)),
@@ -400,8 +401,8 @@ ADAPTERS: Rows = [
     ),
     (on_the_language_model(["q_proj"]), "(it adapts model.vision_tower."),
     (on_the_language_model(r".*\.q_proj"), "(it adapts model.vision_tower."),
-    (of_a_resized_model(modules_to_save=["embed_tokens", "lm_head"]), "[66, 32] instead of [64, 32]"),
-    (of_a_resized_model(save_embedding_layers=True), "[66, 32] instead of [64, 32]"),
+    (of_a_resized_model(modules_to_save=["embed_tokens", "lm_head"]), "size, so merge it by peft"),
+    (of_a_resized_model(save_embedding_layers=True), "size, so merge it by peft"),
     (of_a_resized_model(target_modules=["embed_tokens"]), "[8, 66] instead of [8, 64]"),
     *(
         (of_some_experts(name, **parts), ALL_EXPERTS)

@@ -61,12 +61,6 @@ def with_dates_of(folder: Path, change: Callable[[], object]) -> None:
         os.utime(folder / name, ns=(date, date))
 
 
-def merged_by_peft(base: Path, adapter: Path, folder: Path) -> Path:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(folder)
-    return folder
-
-
 def edit_maps(folder: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         for name in tensors:
@@ -89,7 +83,9 @@ def test_an_adapter_is_merged_as_it_is_now(changed: str, method: str, family: Fa
     else:
         with_dates_of(adapter, lambda: write_adapter(family.base, adapter, seed=1))
     after = families.merge(recipe, tmp_path / "after", lora_merge_cache=str(cache))
-    recipe["models"][0]["model"] = str(merged_by_peft(family.base, adapter, tmp_path / "full"))
+    model = AutoModelForCausalLM.from_pretrained(family.base, dtype=torch.float32)
+    peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload().save_pretrained(tmp_path / "full")
+    recipe["models"][0]["model"] = str(tmp_path / "full")
     expected = load_file(families.merge(recipe, tmp_path / "expected") / "model.safetensors")
     found, old = (load_file(folder / "model.safetensors") for folder in (after, before))
     assert wrong_tensors(found, expected.__getitem__, expected) == []
