@@ -136,7 +136,7 @@ def examine(
         *([partial(_more_than_a_copy, recipe)] if merging else []),
         partial(_check_models, experiment, out, merging),
         partial(require_device, experiment.device),
-        partial(space.folders, recipe.settings, out),
+        partial(space.folders, experiment, out),
     ]
     all_of([*checks, partial(_data, experiment, unwritten)] if recipe.settings.runs_models else checks)
     notes = list(_notes(experiment, merging))

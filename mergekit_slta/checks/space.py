@@ -24,7 +24,6 @@ from mergekit_slta.recipe.settings import (
     ActmatSettings,
     CalibrationSettings,
     FeatcalSettings,
-    MethodSettings,
     SftmSettings,
     SltaSettings,
 )
@@ -148,8 +147,11 @@ def _stored_bytes(model: Model, dtype: torch.dtype | None = None) -> int:
     return sum(stored.count * dtype.itemsize if dtype else stored.nbytes for stored in model.tensors.values())
 
 
-def folders(settings: MethodSettings, out: Path | None) -> None:
-    """Refuse folders to write to, the output's and the report's, that are not writable."""
+def folders(experiment: Experiment, out: Path | None) -> None:
+    """Refuse folders to write to, the output's, the report's and that of merged adapters, that are not writable."""
+    settings, cache = experiment.recipe.settings, experiment.options.lora_merge_cache
+    if cache and any(reference.lora for reference in experiment.recipe.references):
+        require_writable(f"'--lora-merge-cache {cache}'", Path(cache))
     if isinstance(settings, CalibrationSettings) and settings.report:
         require_writable(f"'report: {settings.report}'", Path(settings.report).expanduser())
     if out is not None:
@@ -158,7 +160,7 @@ def folders(settings: MethodSettings, out: Path | None) -> None:
 
 def require_writable(what: str, path: Path) -> None:
     """Refuse a path that cannot be created, because the nearest path above that exists is no writable folder."""
-    nearest = _nearest_path(path)
+    nearest = path if path.is_symlink() else _nearest_path(path)  # a link may lead nowhere
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise SltaError(f"{what} cannot be created: {nearest} is not a writable folder; name another folder.")
 

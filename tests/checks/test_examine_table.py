@@ -485,15 +485,11 @@ def writing(name: str, method: str = "slta", size: int = 0) -> Edit:
 
     def change(case: Case) -> None:
         (case.folder / "file").write_text("")
+        (case.folder / "link").symlink_to("nowhere")
         grow(case.base, size)
         case.use(method, experts=[0, 1]).run(**{"out_path": case.folder / name} if name else {})
 
     return change
-
-
-def reporting(case: Case) -> None:
-    (case.folder / "file").write_text("")
-    case.recipe["parameters"]["report"] = f"{case.folder}/file"
 
 
 def in_slices(*ranges: tuple[int, int], edit: Callable[[Any, list[Any]], object] = lambda recipe, last: None) -> Edit:
@@ -543,7 +539,12 @@ OTHERS: Rows = [
     ),
     *((in_slices((0, 2), r), f"In slice 2, {RANGES} [[{r[0]}, {r[1]}], [") for r in ((2, 4), (-1, 1), (2, 1))),
     (in_module("text"), "mergekit knows default under 'modules' of BASE, not text."),
-    (reporting, "'report: HERE/file' cannot be created"),
+    (lambda c: c.use(report=f"{c.base}/config.json"), "'report: BASE/config.json' cannot be created"),
+    (
+        lambda c: c.adapt(c.lora(), merged_too=False).run(options={"lora_merge_cache": __file__}),
+        f"'--lora-merge-cache {__file__}' cannot be created",
+    ),
+    (writing("link"), "HERE/link cannot be created: HERE/link is not a writable folder"),
     (writing("file/out"), "HERE/file/out cannot be created: HERE/file is not a writable folder"),
     (lambda c: c.run(out_path=c.expert), "EXPERT is the folder of EXPERT, which the merge would overwrite"),
     (

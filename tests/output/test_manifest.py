@@ -16,7 +16,7 @@ from support.families import Family
 
 from mergekit_slta.data import sources
 from mergekit_slta.errors import SltaError
-from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE, write
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.output import manifest
 from mergekit_slta.output.manifest import Manifest, commit, read
@@ -126,8 +126,7 @@ def test_the_next_merge_into_the_folder_says_what_the_earlier_one_had(
 
 def test_a_manifest_that_cannot_be_read_is_named(llama: Family, tmp_path: Path) -> None:
     file = tmp_path / MANIFEST_OF_MERGE
-    file.parent.mkdir()
-    file.write_text("{}")
+    write(file, b"{}")
     with pytest.raises(SltaError, match=r"merge\.json cannot be read .*: get an undamaged copy, or delete it\."):
         read(tmp_path)
     file.unlink()
