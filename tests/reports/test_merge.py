@@ -12,6 +12,7 @@ from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.reports import merge
 from mergekit_slta.reports.merge import DRAWS, SCALE, report, report_page
 from mergekit_slta.slta.solver import pooled
@@ -154,6 +155,11 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     for found, own in pairs:
         expected = reference.retained([deltas[name] for name in own], [alpha[name] for name in own])
         assert torch.allclose(found, expected, rtol=0, atol=SOLVED_IN_FLOAT64)
+
+
+def test_what_is_neither_a_solution_nor_statistics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SltaError, match="'merge' is of type PosixPath: give Statistics"):
+        report(tmp_path, tmp_path)  # type: ignore[arg-type]
 
 
 def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
