@@ -32,7 +32,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, record_text
 from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_full, is_out_of_memory, one_line, reading
 from mergekit_slta.files import published_path
-from mergekit_slta.words import counted
+from mergekit_slta.words import counted, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -330,6 +330,10 @@ def _read_json(path: str) -> list[Record]:
             raise ValueError(f"no JSON object in line {line}: {error}") from error
         values.append(value)
     records: list[Record] = values[0] if len(values) == 1 and isinstance(values[0], list) else values
+    if len(records) == 1 and isinstance(only := records[0], dict) and {*map(type, only.values())} == {dict}:
+        raise ValueError(
+            f"it is a table by columns, {listed(only)}, and not by rows, as pandas writes by orient='records'"
+        )
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
         raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one after the other or in a list")
     return records
@@ -347,6 +351,8 @@ def _read_csv(path: str) -> list[Record]:
         names = [*(reader.fieldnames or ())]
         if len(names) == 1 and (other := next((mark for mark in ";\t|" if mark in names[0]), "")):
             raise ValueError(f"its fields are separated by {other!r}, not by commas")
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise ValueError(f"its first line names {twice[0]!r} twice")
         records: list[Record] = [*reader]
     if more := next((number for number, record in enumerate(records, 1) if None in record), None):
         raise ValueError(f"row {more} has more fields, separated by commas, than the first line names")

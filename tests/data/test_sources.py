@@ -115,6 +115,8 @@ def test_media_are_left_out_undecoded(source: str) -> None:
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', ["no JSON object in line 3: Expecting value"]),
         ("list.json", b'[{"text": "a"}, ["b"]]\n', ["must hold JSON objects"]),
         ("broken.json", b'[{"text": "a"},\n{"text": }]', ["line 2"]),
+        ("columns.json", b'{"question": {"0": "a"}}', ["by columns, question, and not by rows"]),
+        ("twice.csv", b"a,b,b,,\n1,2,3,,\n", ["its first line names 'b' twice"]),
         ("wide.csv", b"a,b\n1,2\n1,2,3\n", ["row 2 has more fields, separated by commas"]),
         ("semicolons.csv", b"question;answer\na, b;c\n", ["separated by ';', not by commas"]),
         ("tabs.csv", b"question\tanswer\na\tc\n", ["separated by '\\t', not by commas"]),
