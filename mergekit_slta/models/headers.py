@@ -299,8 +299,9 @@ def unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
         code = re.search(r"GLOBAL (\S+)", str(error))
         holds = f"contains code ({code[1]})" if code else "is damaged"
         raise SltaError(f"{path} {holds}: do not load it, and get the model's safetensors files.") from error
-    tensors: dict[str, torch.Tensor] = content.get("state_dict", content)
-    return tensors
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise SltaError(f"{path} does not hold tensors alone: save what the model's state_dict() returns.")
+    return content
 
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -80,9 +81,12 @@ def indexed(tensor: str, file: str) -> Callable[[Path], object]:
     return change
 
 
-def run_code_in_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({"x": partial(os.system, "true")}, folder / "pytorch_model.bin")
+def pickle_of(content: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        torch.save(content, folder / "pytorch_model.bin")
+
+    return change
 
 
 def overwrite(content: bytes) -> Callable[[Path], object]:
@@ -122,7 +126,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
     "another header": (overwrite((5).to_bytes(8, "little") + b"hello world"), UNREADABLE),
     "a pointer": (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), "run 'git lfs pull'."),
-    "code in a pickle": (run_code_in_pickle, "pytorch_model.bin contains code (functools.partial): do not load it"),
+    "a training run's state": (
+        pickle_of({"state_dict": {"lm_head.weight": torch.ones(1)}, "epoch": 1}),
+        "pytorch_model.bin does not hold tensors alone: save what the model's state_dict() returns.",
+    ),
+    "code in a pickle": (
+        pickle_of({"x": partial(os.system, "true")}),
+        "pytorch_model.bin contains code (functools.partial): do not load it",
+    ),
 }
 
 
