@@ -25,6 +25,7 @@ from support.merging import State, by_reference, fuse_experts, load, merged, sol
 from support.slow import slow_but
 from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.maps import Role
 from mergekit_slta.slta.statistics import Statistics
 
@@ -193,12 +194,17 @@ def one_by_hand(folder: Path, edit: Callable[[State], object], config: Any = "ll
 
 
 def test_a_head_that_is_stored_beside_its_tied_embedding_is_written_too(tmp_path: Path) -> None:
-    """Even if the two differ: transformers then runs them as two."""
+    """Even if the two differ: transformers then runs them as two. Where the base model has one, they must not."""
     config, head = families.config_of("llama", tie_word_embeddings=True), "lm_head.weight"
     family = one_by_hand(tmp_path, lambda own: own.update({head: own["model.embed_tokens.weight"] + 1}), config)
     states = [stored(own) for own in family.folders]
     written = stored(merged(family, "actmat", tmp_path / "out"))
     assert wrong_tensors(written, functools.partial(weighted, states, torch.ones(1)), states[0]) == []
+    edit_tensors(family.base, lambda own: own.pop(head))
+    with pytest.raises(SltaError, match="^model.embed_tokens.weight and lm_head.weight differ in the expert /"):
+        merged(family, "actmat", tmp_path / "refused")
+    edit_tensors(family.experts[0], lambda own: own.update({head: own["model.embed_tokens.weight"].clone()}))
+    assert head not in stored(merged(family, "actmat", tmp_path / "tied"))
 
 
 def test_a_name_that_is_nearly_the_models_stands_for_no_tensor_that_has_its_own(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Headers, Model, exempt_types
 from mergekit_slta.models.layout import Layout, model_tensor_name
 
@@ -175,9 +176,15 @@ class AsTheBase(LazyTensorLoader):
 
 
 def adapt_loaders(layout: Layout, base: ModelReference, experts: Iterable[ModelReference]) -> None:
-    """Let mergekit find in each expert what the base model's checkpoint stores, as ``layout`` says."""
+    """Let mergekit find in each expert what the base model stores, as ``layout`` says; refuse a head that is lost."""
     wanted: Collection[str] = {*layout.pieces, *layout.outside}
     for expert in experts:
         loader = LoaderCache().get(expert)
-        if not wanted <= loader.index.tensor_paths.keys():
+        known = loader.index.tensor_paths.keys()
+        if not known <= wanted and (parted := Layout(layout.model, known).parted(layout, loader.get_tensor)):
+            raise SltaError(
+                f"{' and '.join(parted)} differ in the expert {expert}, and are one tensor in the base model {base}: "
+                "save both models with 'tie_word_embeddings' false."
+            )
+        if not wanted <= known:
             LoaderCache.loaders[expert] = AsTheBase(loader, LoaderCache().get(base), layout)

@@ -213,6 +213,16 @@ class Layout:
         wanted = len(self._tensors[source.targets[0]]) if _by_expert(source.converter) else 1
         return all(counts[pattern] >= wanted for pattern in source.converter.source_patterns)
 
+    def parted(self, kept: Layout, load: Load) -> list[str]:
+        """The names of a tensor of the model that is stored as several with other values, and in ``kept`` as fewer."""
+        for names in self._tied.values():
+            own = {name: self._sources[name].pieces[0].stored for name in names if name in self._sources}
+            if len(own) > 1 and not own.keys() <= kept._sources.keys():
+                first, *others = map(load, own.values())
+                if not all(torch.equal(first, other) for other in others):
+                    return [*own]
+        return []
+
     def in_parts(self, target: str) -> bool:
         """Whether the parts of a mixture's tensor can be read one expert at a time."""
         source = self._source(target)
