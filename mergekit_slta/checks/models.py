@@ -40,6 +40,8 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
         refuse_links(model.folder, beside_weights(model.folder))
     if model.folder and reference == experiment.recipe.base:
         list(code_of(model.folder))  # is copied when the weights are written
+    if empty := sorted(name for name, header in model.tensors.items() if not header.count):
+        raise SltaError(f"{model} holds empty tensors ({listed(empty)}): save it again, and gather its shards first.")
     _full_precision(model)
     if adapter is not None:
         if not options.lora_merge_cache:
@@ -98,7 +100,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
     for name, stored in base.tensors.items():
         other = expert.tensors.get(model_tensor_name(name, expert.tensors, expert.prefix) or "", stored)
         is_vocabulary = (*stored.shape[:1], *other.shape[:1]) == vocabularies and stored.shape[1:] == other.shape[1:]
-        if stored.shape != other.shape and not is_vocabulary:
+        if stored.shape != other.shape and stored.count and other.count and not is_vocabulary:
             raise SltaError(
                 f"The tensor {name} of the expert {expert} has the shape {list(other.shape)} instead of "
                 f"{list(stored.shape)}: it was not fine-tuned from the base model {base}; leave it out."
@@ -164,14 +166,23 @@ def complete_checkpoints(models: Sequence[Model], aligned: bool = False) -> None
         "'tokenizer' and 'tokenizer_source' out."
     )
     # A tied parameter has only its first name here.
-    parameters = layout.model.named_parameters() if layout.model else ()
-    faults = [(base, ": the checkpoint lacks", [name for name, _ in parameters if name not in layout], incomplete)]
+    shapes = {name: parameter.shape for name, parameter in layout.model.named_parameters()} if layout.model else {}
+    whole = {name: shapes.get(piece.targets[0]) for name, piece in layout.pieces.items() if piece.pattern is None}
+    odd = [name for name, shape in whole.items() if shape and shape != base.tensors[name].shape]
+    faults = [
+        (base, ": the checkpoint lacks", [name for name in shapes if name not in layout], incomplete),
+        (base, ": config.json gives other shapes of", odd, ": correct it, or get undamaged copies of the files."),
+    ]
     for expert in experts:
         theirs = expert.layout(base.built)
+        more = _lost(theirs, layout)
+        if theirs.outside and expert.built and expert.architecture == base.architecture:
+            # Of one class, another configuration may have more tensors, such as biases.
+            more += [name for name in theirs.outside if name in expert.layout(expert.built).pieces]
         has, may_lack = _merged_tensors(expert, theirs), layout.may_lack(theirs)
         faults += [
             (expert, ": the checkpoint lacks", [n for n in _lost(layout, theirs) if n not in may_lack], incomplete),
-            (expert, ": the checkpoint has", _lost(theirs, layout), another),
+            (expert, ": the checkpoint has", more, another),
             (expert, " lacks", [name for name in may_lack if name in rows and name not in has], unaligned),
         ]
     refuse(f"{model}{verb} {listed(names)}{rest}" for model, verb, names, rest in faults if names)
@@ -196,8 +207,7 @@ def other_base(model: Model, cache_dir: str | None) -> Iterator[str]:
     adapter = model.reference.lora
     if adapter is None:
         return
-    settings = adapter_settings(adapter_folder(adapter, cache_dir))
-    trained_on = str(settings.get("base_model_name_or_path") or "")
+    trained_on = str(adapter_settings(adapter_folder(adapter, cache_dir)).get("base_model_name_or_path") or "")
     if trained_on and os.path.basename(trained_on) != os.path.basename(model.reference.model.path.path):
         yield f"The adapter {adapter} was trained on {trained_on}, and the recipe puts it on {model.reference.model}."
 
@@ -233,7 +243,9 @@ def other_computation(
 
 def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
     """An expert whose configuration makes it compute something else from the same weights."""
-    if names := other_computation(base.config, expert.config):
+    names = other_computation(base.config, expert.config)
+    names += ["id2label"] * ("Classification" in base.architecture and base.config.id2label != expert.config.id2label)
+    if names:
         measured = ", and the expert is measured with it too" if runs_models else ""
         yield (
             f"The configuration of the expert {expert} differs from that of the base model {base} in "

@@ -286,6 +286,12 @@ MODELS: Rows = [
         lambda c: edit_tensors(c.expert, compiled),
         "of a model that was saved from inside torch.compile, FSDP or DDP, save the module inside that.",
     ),
+    (
+        lambda c: edit_tensors(c.expert, lambda own: own.update({UP: own[UP][:0]})),
+        f"EXPERT holds empty tensors ({UP}): save it again, and gather its shards first.",
+    ),
+    (lambda c: edit_config(c.base, head_dim=4), "BASE: config.json gives other shapes of model.layers.0.self_attn.k_p"),
+    (lambda c: c.random(config_of("llama", attention_bias=True)), "HERE/other: the checkpoint has model.layers.0.self"),
     (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq) {ORIGINAL}"),
     (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own) {ORIGINAL}"),
     (quantized(None, to_8_bits), f"EXPERT stores {UP} in 8 bits or fewer, so it is quantized: {ELSE}"),
@@ -486,7 +492,7 @@ def writing(name: str, method: str = "slta", size: int = 0) -> Edit:
     def change(case: Case) -> None:
         (case.folder / "file").write_text("")
         (case.folder / "link").symlink_to("nowhere")
-        grow(case.base, size)
+        grow(case.base, max(4, size))
         case.use(method, experts=[0, 1]).run(**{"out_path": case.folder / name} if name else {})
 
     return change
@@ -665,6 +671,13 @@ def half(dtype: str | None) -> Edit:
     return change
 
 
+def labelled(case: Case) -> None:
+    """Classifiers by the last layer's norm, whose labels are in another order."""
+    for folder, first in ((case.use("sftm", experts=[0]).base, "no"), (case.expert, "yes")):
+        edit_tensors(folder, lambda own: own.update({"score.weight": own.pop("lm_head.weight")[:2].clone()}))
+        edit_config(folder, architectures=["LlamaForSequenceClassification"], id2label={"0": first, "1": "other"})
+
+
 ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "rms_norm_eps": 1e-3}
 DIFFERS = (
     "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, "
@@ -683,6 +696,7 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: half(None)(c.run(merging=False)), ""),
         (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
+        (labelled, "The configuration of the expert EXPERT differs from that of the base model BASE in id2label: the "),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
         *((filtered(own), "") for own in (["mlp", "*"], ["layers.1.", "layers", None])),
         *(
