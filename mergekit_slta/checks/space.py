@@ -80,8 +80,7 @@ def _disk(experiment: Experiment) -> Needs:
 
 def _adapted(experiment: Experiment) -> int:
     """The bytes of the base model with a merged adapter."""
-    adapter_type = experiment.options.lora_merge_dtype  # None is the base model's
-    return _stored_bytes(experiment.model(experiment.recipe.base), _dtype(adapter_type))
+    return _stored_bytes(experiment.model(experiment.recipe.base), _dtype(experiment.options.lora_merge_dtype))
 
 
 def _solved(decoder: Decoder) -> int:

@@ -340,8 +340,7 @@ def _write_recipe(
     used = (base, *solution.models)
     renamed = dict(_assignment(entry, names, "--model") for entry in paths)
     models = {name: path for name, path in renamed.items() if name in used}
-    source = names.get(tokenizer_source, tokenizer_source)
-    solution.save_recipe(file, models=models, tokenizer_source=source, **more)
+    solution.save_recipe(file, models=models, tokenizer_source=names.get(tokenizer_source, tokenizer_source), **more)
     option = ADAPTER_OPTION * any("+" in renamed.get(name, name) for name in used)
     return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
 

@@ -249,8 +249,7 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     render = partial(render_chat, **named, **({"tools": tools} if tools else {}))
     change, text, left_out = _written(turns, tools, render, where)
     answer = _last_turn_in(turns, text, lambda marked: render(change(marked)))
-    as_json = json.dumps(turns, ensure_ascii=False, default=str)
-    return Text(text, True, answer, tuple(left_out), unread(record), as_json)
+    return Text(text, True, answer, tuple(left_out), unread(record), json.dumps(turns, ensure_ascii=False, default=str))
 
 
 def with_system(turns: Turns, record: Record) -> Turns:

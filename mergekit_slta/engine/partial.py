@@ -84,8 +84,7 @@ class Partial:
         """
         with ranks.one_refusal():
             known, identity = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(identity))
-            names = [key for key in identity if known is not None and known.get(key) != identity[key]]
-            changed = ", ".join(names)
+            changed = ", ".join([key for key in identity if known is not None and known.get(key) != identity[key]])
             if changed and not replace:
                 raise SltaError(
                     f"{self.folder} belongs to another measurement (different {changed}): finish that "

@@ -33,8 +33,7 @@ class ActmatAnchor(Blend):
     """
 
     def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, kappa: float = 0.0) -> None:
-        mean = torch.full((len(models) - 1,), 1 / (len(models) - 1 + kappa), dtype=torch.float64)
-        super().__init__(models, mean)
+        super().__init__(models, torch.full((len(models) - 1,), 1 / (len(models) - 1 + kappa), dtype=torch.float64))
         self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
         # How much each task counts: 1 for an expert's, and last kappa for the base model's if it has one.
         self.counts = [1.0] * (len(models) - 1) + [kappa] * bool(kappa)

@@ -272,8 +272,7 @@ class ActmatMerge(DataFreeMerge):
             role = Role.OTHER
         weights, ridge = parameters["weight"].values_for(group.non_base), parameters["ridge"]
         if ridge == "auto":
-            adapted = has_adapters(entry.id for entry in group.non_base)
-            ridge = ACTMAT_RIDGE_OF_ADAPTERS if adapted else ACTMAT_RIDGE
+            ridge = ACTMAT_RIDGE_OF_ADAPTERS if has_adapters(entry.id for entry in group.non_base) else ACTMAT_RIDGE
         return merged_vector(role, list(task_vectors), ridge, weights), parameters["lambda"]
 
 

@@ -222,8 +222,7 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Tensors, torch.Tensor, 
     Values that earlier layers hand to the layer, such as keys, are random too; indices stay, since they choose tokens.
     """
     first, other, last = some_tokens(decoder)
-    edges = made_up_edges(decoder)
-    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), edges)
+    hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), made_up_edges(decoder))
     state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
     state |= {
         path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()

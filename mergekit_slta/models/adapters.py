@@ -77,8 +77,7 @@ def merge_adapter(
             loader = get_auto_cls(self.config(trust_remote_code).architectures[0])
             how = {"revision": self.model.revision, "dtype": dtype_from_name(lora_merge_dtype)}
             model = loader.from_pretrained(self.model.path, trust_remote_code=trust_remote_code, **how)
-            tensors = peft.load_peft_weights(str(adapter), device="cpu")
-            with_adapter(model, self, adapter, tensors).save_pretrained(part)
+            with_adapter(model, self, adapter, peft.load_peft_weights(str(adapter), device="cpu")).save_pretrained(part)
             os.replace(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -118,11 +118,6 @@ def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> lis
     return studies
 
 
-def distance_metric(step: int) -> str:
-    """The name of the metric for the distance to the expert after ``step`` of ``N`` steps."""
-    return f"distance_{step / STEPS:.1f}"
-
-
 @dataclass(frozen=True)
 class Plan:
     """A planned measurement of linearity; ``models`` are the base model and the experts, ``tasks`` their samples."""
@@ -197,8 +192,7 @@ def linearity(
     names = published_names(experiment.recipe.references)[1:]
     experiment.require_levels(chosen)
     models, studies = experiment.checkpoints, plan_studies(len(names), pairs, triples)
-    drawn = experiment.load_data(experiment.recipe.experts, samples)
-    tasks = [data.token_ids for data in drawn]
+    tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
     plan = Plan(
         on_device(experiment.decoder, experiment.device), models, names, tasks, chosen, studies, experiment.ranks
     )
@@ -215,7 +209,7 @@ def _add_scores(result: Linearity, level: str, group: str, study: Study, grams: 
         if count == 1:
             ratios = distances(gram)
             usable = ~ratios[:, 0, 0].isnan()
-            scores = {distance_metric(step): Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
+            scores = {f"distance_{step / STEPS:.1f}": Value.of(ratios[:, step, -1]) for step in range(STEPS + 1)}
             scores = {"non_linearity": Value.of(non_linearity(ratios)), **scores}
             result.maps.setdefault(level, {}).setdefault(group, {})[name] = ratios.nanmean(0)
         else:

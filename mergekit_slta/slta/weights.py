@@ -87,8 +87,7 @@ class TensorWeights:
             return self._alpha(layer)
         if self.level == "linear":
             return self._of_map(layer, key, mixture_expert)
-        alpha = [self._of_branch(layer, key, branch) for branch in self._branches(layer, key)]
-        return torch.stack(alpha).mean(0)
+        return torch.stack([self._of_branch(layer, key, branch) for branch in self._branches(layer, key)]).mean(0)
 
     def _alpha(self, layer: int, part: str = "") -> torch.Tensor:
         return self.solutions[submodule_name(layer, part)].alpha

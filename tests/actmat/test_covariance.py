@@ -57,8 +57,7 @@ def test_equals_the_dense_solution(
     total = torch.stack([weight * task.T @ task / task.square().sum() for weight, task in exact]).sum(0)
     # A solution is off by the rounding of its system, magnified by at most the condition.
     condition = 1 + float(torch.linalg.eigvalsh(total)[-1] / (ridge * total.square().sum() / total.trace()))
-    precision = rounding(terms=max(m, n), dtype=dtype)
-    assert (found - wanted).norm() <= precision * condition * wanted.norm()
+    assert (found - wanted).norm() <= rounding(terms=max(m, n), dtype=dtype) * condition * wanted.norm()
 
 
 @pytest.mark.parametrize("exponents", [(0, -145, 0), (0, 60, 0), (-145, 0, 40), (-100, -100, -100), (-70, -40, 40)])

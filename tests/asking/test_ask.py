@@ -303,8 +303,7 @@ def test_an_answer_that_is_cut_off_calibrates_without_an_end(end: str, template:
 
 def test_the_token_that_ends_a_turn_in_the_chat_template_ends_an_answer(tmp_path: Path) -> None:
     """As <|im_end|> does where a base model, whose end token is another, has learned chats."""
-    template = PLAIN.replace("</s>", "<pad>")
-    folder, _, prompts = of_script(tmp_path, "ho<pad>[user]more", template)
+    folder, _, prompts = of_script(tmp_path, "ho<pad>[user]more", PLAIN.replace("</s>", "<pad>"))
     (record,) = records_of(slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=12, quiet=True))
     assert record["messages"][1:] == [{"role": "assistant", "content": "ho"}]
 
@@ -338,8 +337,7 @@ def test_a_model_that_overflows_is_named(dtype: str, tmp_path: Path) -> None:
 def test_an_answer_that_repeats_one_phrase_to_the_limit_is_left_out(
     said: str, is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = [BOS, *spelled(f"hi\n{said}."), EOS]
-    folder = write_scripted(tmp_path / "model", script, None)
+    folder = write_scripted(tmp_path / "model", [BOS, *spelled(f"hi\n{said}."), EOS], None)
     # The second prompt is one token longer, so that its answer begins and ends one token later.
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": "hi" + "i" * len(said)}])
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=len(said), quiet=True)
@@ -400,8 +398,7 @@ def test_a_model_that_answers_nothing_and_unknown_topics_are_refused(tmp_path: P
 
 
 def test_the_models_own_settings_do_not_sample_and_every_end_token_ends(tmp_path: Path) -> None:
-    script = [BOS, *spelled("hi\nab<cd"), EOS]
-    folder = write_scripted(tmp_path / "model", script, None)
+    folder = write_scripted(tmp_path / "model", [BOS, *spelled("hi\nab<cd"), EOS], None)
     settings = transformers.GenerationConfig(
         eos_token_id=[2, *spelled("<")], do_sample=True, temperature=50.0, repetition_penalty=9.0, max_length=3
     )

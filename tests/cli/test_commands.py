@@ -241,8 +241,7 @@ def test_solve_refuses_in_words(
     stats: Path, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run("solve", stats, *options, code=1)
-    assert said in result.output
+    assert said in run("solve", stats, *options, code=1).output
     assert not list(tmp_path.iterdir())
 
 

@@ -148,8 +148,7 @@ def test_roles_and_keys(role: str, keys: tuple[str, str], tmp_path: Path) -> Non
 )
 def test_a_function_call_of_sharegpt(value: str, turns: list[dict[str, Any]], tmp_path: Path) -> None:
     chat = [{"from": "human", "value": "hi"}, {"from": "function_call", "value": value}]
-    result = {"from": "observation", "value": "42"}
-    row, _, _ = shown({"conversations": [*chat, result]}, TOOLS, tmp_path)
+    row, _, _ = shown({"conversations": [*chat, {"from": "observation", "value": "42"}]}, TOOLS, tmp_path)
     assert row == by_hand([*turns, turn("tool", "42")], None, TOOLS, tmp_path)
 
 
@@ -202,8 +201,7 @@ def test_a_conversation_that_cannot_be_written_as_text_is_skipped(
     template: str, turns: list[dict[str, Any]], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer", template)
-    source = write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID}, {"messages": turns}])
-    assert load(source, tokenizer).records == (0,)
+    assert load(write_jsonl(tmp_path / "a.jsonl", [{"messages": SAID}, {"messages": turns}]), tokenizer).records == (0,)
     assert f"skipped 1 row, the first because {reason}" in caplog.text
     alone = write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}])
     assert reason.replace("row 2", "row 1") in refused(load, alone, tokenizer)
@@ -308,8 +306,7 @@ SILENT = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is stri
 def test_parts_that_the_template_would_leave_out_in_silence_are_joined(
     content: Any, text: str, template: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chat = [ASKED, turn("tool", content), turn("assistant", content)]
-    row, _, answer = shown({"messages": chat}, template, tmp_path)
+    row, _, answer = shown({"messages": [ASKED, turn("tool", content), turn("assistant", content)]}, template, tmp_path)
     assert row == by_hand([ASKED, turn("tool", text), turn("assistant", text)], None, template, tmp_path)
     assert answer == text and not caplog.messages
 

@@ -146,8 +146,7 @@ def test_sha256_is_that_of_lengths_and_ids() -> None:
 
 def marked(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path, template: str = "") -> str:
     """The text of a record with what is found to be its answer in angle brackets."""
-    source = write_jsonl(folder / "a.jsonl", [record])
-    data = load(source, tokenizer, samples=1, max_tokens=500, template=template)
+    data = load(write_jsonl(folder / "a.jsonl", [record]), tokenizer, samples=1, max_tokens=500, template=template)
     parts = [CHARACTERS[token - 3] if token >= 3 else "" for token in data.token_ids[0]]
     if data.answers[0]:
         begin, end = data.answers[0]

@@ -129,10 +129,8 @@ def test_an_error_on_one_rank_ends_all_of_them(
     assert done.returncode != 0
     assert "Error: the disk of rank 1 is gone" in done.stderr
     assert not stats.exists()
-    content = families.recipe(llama, samples=6)
-    went_on = statistics_of(families.experiment(content), ["attn_mlp"], stats)
-    alone = families.measure(llama, "attn_mlp")
-    assert largest_difference(went_on.grams, alone) < gram_rounding()
+    went_on = statistics_of(families.experiment(families.recipe(llama, samples=6)), ["attn_mlp"], stats)
+    assert largest_difference(went_on.grams, families.measure(llama, "attn_mlp")) < gram_rounding()
 
 
 def refuse_on_the_second(index: int) -> None:

@@ -47,8 +47,7 @@ def test_a_folder_named_without_a_dot_is_a_folder(
 def test_models_are_listed_in_the_recipes_order() -> None:
     names = [f"org/expert{number}" for number in range(12)]
     content = {"merge_method": "linear", "base_model": "org/base", "models": [{"model": name} for name in names]}
-    config = MergeConfiguration.model_validate(content)
-    assert list(map(str, config.referenced_models())) == ["org/base", *names]
+    assert list(map(str, MergeConfiguration.model_validate(content).referenced_models())) == ["org/base", *names]
 
 
 @pytest.mark.parametrize(

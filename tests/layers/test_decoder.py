@@ -115,8 +115,7 @@ def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
     """
     decoder = families.skeleton(architecture)
     handing_on = architecture in ("gemma3n", "gemma4", "zaya", "glm_moe_dsa", "minimax")
-    long = architecture == "phi3_longrope"
-    assert padding_matters(decoder, (3, 20, 60)) == (handing_on or long)
+    assert padding_matters(decoder, (3, 20, 60)) == (handing_on or architecture == "phi3_longrope")
     assert padding_matters(decoder, (3, 5, 8)) == handing_on
     assert not padding_matters(decoder, (20, 20))
 
@@ -149,8 +148,7 @@ def test_a_wrapper_for_images_runs_on_text(config: transformers.PretrainedConfig
     ids = padded_ids()[:1]
     hidden, calls = embedded(decoder, state, ids)
     assert (decoder.body is decoder.tower is not decoder.model.base_model) == bool(tower)
-    path = decoder.layers_path.removeprefix(f"{tower}.")
-    expected = reference.layer_outputs(model.get_submodule(tower), ids, path)
+    expected = reference.layer_outputs(model.get_submodule(tower), ids, decoder.layers_path.removeprefix(f"{tower}."))
     for layer in range(len(decoder)):
         hidden = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer]).output
         assert torch.allclose(hidden, expected[layer], rtol=0, atol=TOLERANCE)

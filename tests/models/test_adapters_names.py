@@ -69,8 +69,7 @@ def by_older_names(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def for_the_text_alone(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
-    adapter = write_adapter(whole, folder, *maps_of(whole))
-    return text, edit(adapter, target_modules=r".*\.(q|down)_proj")
+    return text, edit(write_adapter(whole, folder, *maps_of(whole)), target_modules=r".*\.(q|down)_proj")
 
 
 def without_renaming(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
@@ -92,8 +91,7 @@ def test_an_adapter_is_applied_by_whichever_names_it_has(
 ) -> None:
     """Against W + scale B A in float64: every tensor of the adapter is in the expert, and nothing else is."""
     family = make_family(architecture, experts=0)
-    text = text_of(family.base, tmp_path)
-    base, adapter = way(text, family.base, tmp_path / "adapter")
+    base, adapter = way(text_of(family.base, tmp_path), family.base, tmp_path / "adapter")
     expert = merge_adapter(ModelReference.parse(f"{base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
     inner, tower = re.compile(r".*?(layers\.)"), tower_of(base)
     wanted = merged_by_hand(

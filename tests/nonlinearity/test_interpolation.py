@@ -14,7 +14,7 @@ from support.families import LAYERS, Family
 from support.linearity_values import NAMES, assert_same, plan_of
 from support.rounding import distance_rounding
 
-from mergekit_slta.nonlinearity.studies import STEPS, Study, distance_metric, merge_study, path_study, plan_studies
+from mergekit_slta.nonlinearity.studies import STEPS, Study, merge_study, path_study, plan_studies
 from mergekit_slta.reports.linearity import linearity_page
 from mergekit_slta.slta import grams
 from mergekit_slta.tables import as_json
@@ -85,7 +85,7 @@ def test_single_experts_equal_the_reference(architecture: str, levels: Sequence[
                 assert found[name].n == len(tasks[expert])
                 for step in (0, 3, STEPS):
                     left = [float((own[step] - own[-1]).norm() / (own[0] - own[-1]).norm()) for own in features]
-                    curve = result.metrics[distance_metric(step)][level][NAMES[expert]][name]
+                    curve = result.metrics[f"distance_{step / STEPS:.1f}"][level][NAMES[expert]][name]
                     assert curve.mean == pytest.approx(sum(left) / len(left), abs=TOLERANCE)
 
 
@@ -134,8 +134,7 @@ def test_samples_without_any_change_are_left_out_and_counted(make_family: MakeFa
                 else:
                     assert value["n"] > 0
             assert result.skipped["attn_mlp"][group] == LAYERS * (4 if "+" in group else 2)
-    page = linearity_page(result)
-    assert f"{LAYERS * (2 + 2 + 4)} times at attn_mlp" in page.facts["Left out"]
+    assert f"{LAYERS * (2 + 2 + 4)} times at attn_mlp" in linearity_page(result).facts["Left out"]
 
 
 def test_batches_do_not_matter(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,8 +190,7 @@ def test_a_recipe_or_folder_of_another_merge(copied: tuple[dict[str, Any], Path]
     expert = llama.experts[0]
     with pytest.raises(SltaError, match="There is no folder none: name the folder of the merge"):
         check(content, Path("none"))
-    asked = "is it the recipe's folder?"
-    assert [asked in problem for problem in check(content, expert).problems] == [True]
+    assert ["is it the recipe's folder?" in problem for problem in check(content, expert).problems] == [True]
     for change, had in (
         ({"merge_method": "featcal"}, "which had the method slta instead of featcal"),
         ({"parameters": {"samples": 4}}, "which had samples of expert0 3 instead of 4, "),

@@ -180,8 +180,7 @@ def test_names_are_quoted_as_yaml_needs_it(name: str, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     if name.startswith("."):
         Path(name).mkdir(parents=True)
-    content = yaml.safe_load(new_recipe(name, ["org/math"]))
-    assert content["base_model"] == name
+    assert yaml.safe_load(new_recipe(name, ["org/math"]))["base_model"] == name
 
 
 @pytest.mark.parametrize(

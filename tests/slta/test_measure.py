@@ -150,8 +150,7 @@ def test_a_subset_fits_by_its_prompts_whatever_the_number_of_the_others(llama: F
     content["models"][1]["parameters"]["samples"] = 4
     both = measured(content, file)
     for expert, number in ((0, 5), (1, 4)):
-        part = measured(recipe(llama, experts=[expert], samples=number), file)
-        assert same(part, both.take([expert]))
+        assert same(measured(recipe(llama, experts=[expert], samples=number), file), both.take([expert]))
 
 
 def test_other_copies_of_the_same_models_fit_and_lend_their_names(
@@ -180,8 +179,7 @@ def change_base(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
 
 def change_configuration(content: dict[str, Any], llama: Family, tmp_path: Path) -> None:
     base = Path(shutil.copytree(llama.base, tmp_path / "stretched"))
-    rope = llama.config.rope_parameters | {"rope_theta": 1e5}
-    edit_config(base, rms_norm_eps=1e-3, rope_parameters=rope)
+    edit_config(base, rms_norm_eps=1e-3, rope_parameters=llama.config.rope_parameters | {"rope_theta": 1e5})
     content["base_model"] = str(base)
 
 

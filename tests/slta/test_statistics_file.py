@@ -22,8 +22,7 @@ MODELS = [f"org/expert{index}" for index in range(3)]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    found = synthetic.statistics(MODELS, ["layer", "attn_mlp"])
-    return found.save(tmp_path / "deep" / "stats.safetensors")
+    return synthetic.statistics(MODELS, ["layer", "attn_mlp"]).save(tmp_path / "deep" / "stats.safetensors")
 
 
 @pytest.mark.parametrize("levels", [["attn_mlp"], ["model", *synthetic.INSIDE]], ids=str)

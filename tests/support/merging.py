@@ -107,8 +107,7 @@ def fuse_experts(folder: Path) -> None:
 def merged(family: Family, method: str, out: Path, **parameters: Any) -> Path:
     """A merge by stock mergekit in this process."""
     LoaderCache.loaders.clear()
-    calibrated = method in ("slta", "featcal")
-    content = families.recipe(family, method, calibration=calibrated, **parameters)
+    content = families.recipe(family, method, calibration=method in ("slta", "featcal"), **parameters)
     return families.merge(content, out)
 
 
