@@ -65,8 +65,7 @@ def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
     made = hidden.as_subclass(Made)
     if not isinstance(returned, (tuple, list)):
         return made
-    rest = tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(Made), returned[1:])
-    return type(returned)([made, *rest])
+    return type(returned)([made, *tree_map_only(torch.Tensor, lambda tensor: tensor.as_subclass(Made), returned[1:])])
 
 
 def capture_calls(

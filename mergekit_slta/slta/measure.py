@@ -155,8 +155,7 @@ def _measured(
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
     calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
-    doing = f"Calibrating {', '.join(levels)}"
-    grams = pass_layers(calibration, doing, partial=partial, quiet=experiment.quiet)
+    grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)
     for model in experiment.checkpoints:
         model.refuse_changes()
     task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
