@@ -256,12 +256,8 @@ def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str
 def promised_heads(model: Model) -> Iterator[str]:
     """A configuration that promises a head for multi-token prediction, where the checkpoint has none."""
     promised = [name for name in PROMISES if model.size(name)]
-    has = (
-        model.built is None
-        or model.layout(model.built).outside
-        or re.search("mtp|nextn|eh_proj", " ".join(model.tensors))
-    )
-    if promised and not has:
+    may_have = model.built is None or model.layout(model.built).outside
+    if promised and not may_have and not re.search("mtp|nextn|eh_proj", " ".join(model.tensors)):
         yield (
             f"The config.json of {model} promises a head for multi-token prediction ({promised[0]}), which the "
             f"checkpoint lacks: llama.cpp looks for it, unless you set '{promised[0]}' to 0 in the merged config.json."

@@ -19,7 +19,7 @@ from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import attention
 from mergekit_slta.layers.calls import embed, logits, made_up_edges, random_numbers
-from mergekit_slta.layers.decoder import Decoder, LayerCall
+from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.levels import LEVELS
 
@@ -50,10 +50,6 @@ def weights_of(decoder: Decoder, state: State, layer: int) -> State:
     return {name: state[full] for name, full in decoder.layer_tensors[layer].items()}
 
 
-def embedded(decoder: Decoder, state: State, ids: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-    return embed(decoder, ids, edges_of(decoder, state))
-
-
 def test_a_decoder_leaves_the_configuration_that_others_read_as_it_is() -> None:
     config = families.config_of("mixtral", dtype="bfloat16")
     before = copy.deepcopy(vars(config))
@@ -73,7 +69,7 @@ def test_layer_by_layer_equals_the_models_own_forward_pass(architecture: str, mo
         reference.forget(model)
         expected.append(reference.layer_outputs(model, ids[row : row + 1, :length], decoder.layers_path))
     for rows in ((0,), (1,)) if padding_matters(decoder, LENGTHS) else ((0, 1),):
-        hidden, calls = embedded(decoder, state, ids[list(rows), : max(LENGTHS[row] for row in rows)])
+        hidden, calls = embed(decoder, ids[list(rows), : max(LENGTHS[row] for row in rows)], edges_of(decoder, state))
         assert len(decoder) == len(calls) == LAYERS
         for layer in range(LAYERS):
             run = decoder.run(layer, weights_of(decoder, state, layer), hidden, calls[layer])
@@ -105,6 +101,18 @@ def test_scores_of_all_pairs_are_not_in_memory(architecture: str, monkeypatch: p
     tensors = random_numbers(decoder.layers[0].state_dict(), decoder.device)
     hidden, calls = embed(decoder, torch.full((1, 2400), 3), made_up_edges(decoder))
     assert peak_of(lambda: decoder.run(0, tensors, hidden, calls[0])) < 2 * 46e6
+
+
+@pytest.mark.parametrize(("architecture", "own"), [("gemma2", {}), ("glm_moe_dsa", {"attn_implementation": "eager"})])
+@torch.no_grad()
+def test_a_few_queries_attend_as_all_do_at_once(architecture: str, own: dict[str, Any]) -> None:
+    """Also where code inherits its attention, and where sparse attention changes the mask for "eager" alone."""
+    model, ids = families.random_model(families.config_of(architecture, **own)), torch.arange(3, 23)[None]
+    for part in (part for part in model.modules() if "Attention" in type(part).__name__):
+        part.__class__ = type("Attention", (type(part),), {})
+    expected = model(ids).logits
+    attention.use_few_queries(model)
+    assert torch.allclose(model(ids).logits, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
@@ -146,7 +154,7 @@ _VISION = _TINY | {"image_size": 16, "patch_size": 8}
 def test_a_wrapper_for_images_runs_on_text(config: transformers.PretrainedConfig, tower: str) -> None:
     model, decoder, state = opened(config)
     ids = padded_ids()[:1]
-    hidden, calls = embedded(decoder, state, ids)
+    hidden, calls = embed(decoder, ids, edges_of(decoder, state))
     assert (decoder.body is decoder.tower is not decoder.model.base_model) == bool(tower)
     expected = reference.layer_outputs(model.get_submodule(tower), ids, decoder.layers_path.removeprefix(f"{tower}."))
     for layer in range(len(decoder)):
