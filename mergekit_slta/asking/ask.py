@@ -105,7 +105,7 @@ def ask(
     positions, tokenizer = experiment.model(reference).size("max_position_embeddings"), experiment.tokenizer(reference)
     source = CalibrationSource(os.fspath(prompts), "", lambda: tokenizer, lambda: tokenizer, WHOLE, 0)
     asked = _asked(source, topics, samples, (positions or WHOLE) - max_new_tokens)
-    checkpoint, beside = experiment.checkpoint(reference), path.with_name(f"{path.name}.partial")
+    checkpoint, beside = Checkpoint(experiment.model(reference)), path.with_name(f"{path.name}.partial")
     run = files.digest([checkpoint.fingerprint, [prompt.ids for prompt in asked], max_new_tokens])
     answered = _finished(beside, run)
     files.write(beside, _lines(run, *answered.items()).encode())
@@ -202,11 +202,12 @@ def _turns(record: Record, where: str) -> Turns:
 
 def answer_bytes(model: Model, prompt: int, answered: int, rows: int) -> int:
     """The bytes of a whole model as it is stored, and of keys, values and features of rows with so many tokens."""
-    stored, count = (sum(getattr(header, of) for header in model.tensors.values()) for of in ("nbytes", "count"))
+    headers = model.tensors.values()
+    stored, count = sum(header.nbytes for header in headers), sum(header.shape.numel() for header in headers)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     width, layers, heads = (model.size(name) or 1 for name in names)
     keys = layers * width * (model.size("num_key_value_heads") or heads) // heads
-    widest = max(header.shape[-1] for header in model.tensors.values() if len(header.shape) > 1)
+    widest = max(header.shape[-1] for header in headers if len(header.shape) > 1)
     numbers = rows * (2 * keys * answered + (6 * width + 3 * widest) * prompt)
     mask = (1 + MASK) * rows * prompt**2 * (rows > 1)  # of rows that differ in length, and a copy
     return LIBRARIES + stored + stored // max(count, 1) * numbers + mask

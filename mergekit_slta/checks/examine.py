@@ -28,7 +28,7 @@ from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, published_names, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, loaded, plain, published_names, require_calibration
 from mergekit_slta.recipe.settings import (
     ActmatSettings,
     CalibrationSettings,
@@ -77,7 +77,7 @@ def check(recipe: RecipeOrFile, out_path: str | os.PathLike[str] | None = None, 
         Problems, which keep the recipe from being merged, or notes and the merge's download, disk and
         memory; ``print`` shows them as sentences.
     """
-    experiment = Experiment(recipe, **options)  # a device that cannot compute is one of the problems
+    experiment = Experiment(loaded(recipe), **plain(options))  # a device that cannot compute is one of the problems
     try:
         experiment.recipe.require_sound()
     except SltaError as error:
@@ -109,7 +109,7 @@ def first_sample(data: CalibrationData, tokenizer: PreTrainedTokenizerBase) -> s
 
 def _verdict(source: RecipeOrFile, experiment: Experiment) -> str:
     recipe = experiment.recipe
-    numbers = sum(header.count for header in experiment.model(recipe.base).tensors.values())
+    numbers = sum(header.shape.numel() for header in experiment.model(recipe.base).tensors.values())
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", with prompts for the base model" if recipe.keep else ""
     options = [*experiment.same_options()]
@@ -172,19 +172,20 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         return
     if recipe.in_slices:
         yield lambda: refuse(models.sound_slices(experiment))
-    yield partial(models.complete_checkpoints, experiment.models, recipe.tokenizer_source is not None)
+    opened = [*map(experiment.model, recipe.references)]
+    yield partial(models.complete_checkpoints, opened, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
         yield partial(tokenizers.same_vocabulary, experiment, expert.reference)
     yield partial(tokenizers.aligned_rows, experiment)
     if out is not None:
-        yield partial(space.not_overwritten, experiment.models, out)
+        yield partial(space.not_overwritten, opened, out)
     yield partial(space.room, experiment, out)
 
 
 def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options: Any) -> Experiment:
     """Check a recipe for a measurement and download its models; all processes wait until each has checked it."""
     with (ranks or Ranks()).one_refusal():
-        experiment = Experiment(recipe, ranks=ranks, **options)
+        experiment = Experiment(loaded(recipe), ranks=ranks, **options)
         experiment.recipe.settings_class(CalibrationSettings)  # for another method there is nothing to measure
         examine(experiment, merging=False)
     experiment.open()
@@ -260,7 +261,7 @@ def _is_seen(experiment: Experiment, task: Task) -> bool:
 
 def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     recipe, settings = experiment.recipe, experiment.recipe.settings
-    base, config = experiment.model(recipe.base), recipe.config
+    (base, *experts), config = map(experiment.model, recipe.references), recipe.config
     if not settings.runs_models and (parameters := base_parameters(config)):
         yield (
             f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
@@ -268,7 +269,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     # mergekit may call the tensors of slices otherwise.
     yield from dict.fromkeys(() if recipe.in_slices else _idle_filters(config, base.tensors))
-    for expert in experiment.models[1:]:
+    for expert in experts:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)
     if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
@@ -300,7 +301,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     if recipe.in_slices and (lost := left_out_by_mergekit(base)):
         yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
     else:
-        yield from models.outside_the_model(*experiment.models)
+        yield from models.outside_the_model(base, *experts)
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")

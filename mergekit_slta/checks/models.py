@@ -40,7 +40,7 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
         refuse_links(model.folder, beside_weights(model.folder))
     if model.folder and reference == experiment.recipe.base:
         list(code_of(model.folder))  # is copied when the weights are written
-    if empty := sorted(name for name, header in model.tensors.items() if not header.count):
+    if empty := sorted(name for name, header in model.tensors.items() if not header.shape.numel()):
         raise SltaError(f"{model} holds empty tensors ({listed(empty)}): save it again, and gather its shards first.")
     _full_precision(model)
     if adapter is not None:
@@ -58,12 +58,13 @@ def _full_precision(model: Model) -> None:
             "original checkpoint, or dequantize it first; or remove the entry 'quantization_config', if its tensors "
             "are not."
         )
-    matrices = {name: header for name, header in model.tensors.items() if name.endswith(("weight", "_blocks"))}
-    if narrow := [name for name, header in matrices.items() if len(header.shape) > 1 and header.width < 2]:
-        raise SltaError(
-            f"{model} stores {narrow[0]} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
-            "dequantize it first."
-        )
+    for name, header in model.tensors.items():
+        is_matrix = name.endswith(("weight", "_blocks")) and len(header.shape) > 1
+        if is_matrix and header.nbytes < 2 * header.shape.numel():
+            raise SltaError(
+                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+                "dequantize it first."
+            )
 
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
@@ -100,7 +101,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
     for name, stored in base.tensors.items():
         other = expert.tensors.get(model_tensor_name(name, expert.tensors, expert.prefix) or "", stored)
         is_vocabulary = (*stored.shape[:1], *other.shape[:1]) == vocabularies and stored.shape[1:] == other.shape[1:]
-        if stored.shape != other.shape and stored.count and other.count and not is_vocabulary:
+        if stored.shape != other.shape and stored.shape.numel() and other.shape.numel() and not is_vocabulary:
             raise SltaError(
                 f"The tensor {name} of the expert {expert} has the shape {list(other.shape)} instead of "
                 f"{list(stored.shape)}: it was not fine-tuned from the base model {base}; leave it out."
@@ -234,8 +235,12 @@ def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[st
 def other_computation(
     config: transformers.PretrainedConfig, other: transformers.PretrainedConfig, whole: bool = False
 ) -> list[str]:
-    """The names of the entries of ``computation`` in which two configurations differ that have such entries."""
-    ours, theirs = computation(config, whole), computation(other, whole)
+    """The entries in which two configurations that have them differ in what the decoder's layers compute.
+
+    ``whole`` adds those of the other parts of a multimodal model.
+    """
+    parts = (part if whole else part.get_text_config() for part in (config, other))
+    ours, theirs = (computation(part.to_dict()) for part in parts)
     tables = {name.partition(".")[0] for name in ours} & {name.partition(".")[0] for name in theirs}
     names = [name for name in ours.keys() | theirs.keys() if name.partition(".")[0] in tables]
     return sorted(name for name in names if ours.get(name) != theirs.get(name))

@@ -114,9 +114,9 @@ def _merging(experiment: Experiment) -> int:
     written = _dtype(recipe.config.out_dtype or recipe.config.dtype)
 
     def held(header: TensorHeader) -> int:
-        (rows, columns), stored = header.shape[-2:], header.nbytes // header.count
+        (rows, columns), numbers = header.shape[-2:], header.shape.numel()
         of_vocabulary = rows == base.vocabulary  # the embedding or the output head
-        loaded = (experts + 1) * dtype.itemsize * header.count if dtype and dtype.itemsize != stored else 0
+        loaded = (experts + 1) * dtype.itemsize * numbers if dtype and dtype.itemsize * numbers != header.nbytes else 0
         solving = 0
         if isinstance(settings, ActmatSettings) and not of_vocabulary:
             solving = covariance.matrix_bytes(rows, columns)
@@ -126,13 +126,13 @@ def _merging(experiment: Experiment) -> int:
         copies = 1 if isinstance(settings, CalibrationSettings) else experts + 1 + (len(header.shape) > 2)
         if isinstance(settings, SltaSettings) and settings.level != "model" and of_vocabulary:
             copies = 0  # it stays the base model's
-        return loaded + NUMBER * copies * header.count + solving
+        return loaded + NUMBER * copies * numbers + solving
 
     most = waiting = 0
     for _, header in sorted(base.tensors.items()):
         if len(header.shape) > 1:
             most = max(most, held(header) + waiting)
-        nbytes = header.count * written.itemsize if written else header.nbytes
+        nbytes = header.shape.numel() * written.itemsize if written else header.nbytes
         waiting = min(waiting + nbytes, experiment.options.out_shard_size)
     return most
 
@@ -143,7 +143,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 def _stored_bytes(model: Model, dtype: torch.dtype | None = None) -> int:
     """The bytes that a model's tensors take in a data type, or in their own without one."""
-    return sum(stored.count * dtype.itemsize if dtype else stored.nbytes for stored in model.tensors.values())
+    return sum(stored.shape.numel() * dtype.itemsize if dtype else stored.nbytes for stored in model.tensors.values())
 
 
 def folders(experiment: Experiment, out: Path | None) -> None:

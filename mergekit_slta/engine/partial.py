@@ -115,8 +115,12 @@ class Partial:
         _remove_empty(self._made[1:])
 
     def finished(self, layers: int) -> set[int | None]:
-        """The finished ones of so many layers; None for the file of the output head."""
-        return {layer for layer in (*range(layers), None) if _is_readable(self.file(layer))}
+        """The layers, of so many, whose files can be read; None for the file of the output head."""
+        done = set[int | None]()
+        for layer in (*range(layers), None):
+            with contextlib.suppress(OSError, SafetensorError), safe_open(self.file(layer), "pt"):
+                done.add(layer)
+        return done
 
     def load(self, layer: int) -> dict[str, torch.Tensor]:
         return load_file(self.file(layer))
@@ -159,15 +163,6 @@ def _odd_entry(folder: Path) -> str | None:
     """The name of something in a folder that no run has begun with; None if there is no such thing."""
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     return next((name for name in names if name != LOCK and not name.startswith(".")), None)
-
-
-def _is_readable(file: Path) -> bool:
-    """Whether there is a whole file of tensors."""
-    try:
-        with safe_open(file, "pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
+from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
@@ -240,7 +241,7 @@ def evaluate(
     merges = [folder.name for folder in folders]
     if len({*merges, *taken}) < len(merges) + len(taken):
         merges = [str(folder) for folder in folders]
-    results = [experiment.checkpoint(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
+    results = [Checkpoint(experiment.model(ModelReference(model=ModelPath(path=str(folder))))) for folder in folders]
     models = dict(zip([*names, *merges], [*experiment.checkpoints, *results], strict=True))
     used = {token for group in groups.values() for sample in group for token in sample.token_ids}
     moved = experiment.moved_tokens(*(model.reference for model in models.values()), used=used)

@@ -14,7 +14,7 @@ import torch
 from mergekit_slta.actmat.covariance import covariance, merged_vector
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import MAPS, LinearMap, Role, tensor_roles
-from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors
+from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors, blend
 from mergekit_slta.numerics.symmetric import add_ridge
 from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
 
@@ -50,7 +50,7 @@ class ActmatAnchor(Blend):
             for key, name in names.items()
             if name in self._maps
         }
-        return {**tensors[0], **super().of(names, others), **solved}
+        return {**tensors[0], **blend(others[0], others[1:], self._alpha), **solved}
 
     def _merged(self, name: str, models: Sequence[torch.Tensor], mixture_expert: int | None = None) -> torch.Tensor:
         """A map's tensor, or the part of a mixture's expert, from the solutions of its stored matrices.

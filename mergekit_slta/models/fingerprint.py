@@ -120,28 +120,21 @@ _INERT = {
 _INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "token_id", "tokenizer")
 
 
-def computation(config: transformers.PretrainedConfig, whole: bool = False) -> dict[str, Any]:
-    """The entries that may decide what the decoder's layers compute; those of nested tables have dotted names.
-
-    ``whole`` adds those of the other parts of a multimodal model.
-    """
-    return dict(_deciding((config if whole else config.get_text_config()).to_dict()))
-
-
-def _deciding(entries: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def computation(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The entries of a configuration that may decide what layers compute; those of nested tables have dotted names."""
+    deciding = dict[str, Any]()
     for name, value in entries.items():
         if name in _INERT or any(part in str(name) for part in _INERT_PARTS):
             continue
-        if isinstance(value, dict) and value:
-            yield from _deciding(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        nested = isinstance(value, dict) and value
+        deciding |= computation(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return deciding
 
 
 def hashed_computation(config: transformers.PretrainedConfig) -> dict[str, str]:
-    """The entries of ``computation`` with a hash of each value.
+    """The entries of ``computation`` for the decoder's layers, with a hash of each value.
 
     Hashes show which entries have changed without publishing the values, which may be paths. 1 and 1.0 are equal.
     """
-    text = json.dumps(computation(config), default=str)
+    text = json.dumps(computation(config.get_text_config().to_dict()), default=str)
     return {name: digest(value)[:12] for name, value in json.loads(text, parse_int=float).items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import pickle
 import re
@@ -50,17 +49,9 @@ _LFS_POINTER = b"version https://git-lfs"
 class TensorHeader:
     """A stored tensor."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     nbytes: int  # in the file
     integer: bool = False
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def width(self) -> int:
-        return self.nbytes // max(1, self.count)
 
 
 Headers = Mapping[str, TensorHeader]
@@ -71,10 +62,11 @@ def exempt_types(tensors: Headers) -> dict[str, str]:
 
     They hold integers, or are stored wider than most: in bfloat16, a router's bias would have few values left.
     """
-    widths = Counter(header.width for header in tensors.values() if not header.integer)
-    usual, types = max(widths, key=widths.__getitem__, default=0), {4: "float32", 8: "float64"}
-    special = {name: header for name, header in tensors.items() if header.integer or header.width > usual > 1}
-    return {name: "int64" if header.integer else types[header.width] for name, header in special.items()}
+    widths = {name: header.nbytes // max(1, header.shape.numel()) for name, header in tensors.items()}
+    counts = Counter(widths[name] for name, header in tensors.items() if not header.integer)
+    usual, types = max(counts, key=counts.__getitem__, default=0), {4: "float32", 8: "float64"}
+    special = {name: header for name, header in tensors.items() if header.integer or widths[name] > usual > 1}
+    return {name: "int64" if header.integer else types[widths[name]] for name, header in special.items()}
 
 
 @dataclass(frozen=True)
@@ -277,7 +269,7 @@ def file_headers(path: Path) -> Headers:
     with reading(path):
         if path.suffix != ".safetensors":
             return {
-                name: TensorHeader(tuple(tensor.shape), tensor.nbytes, not tensor.is_floating_point())
+                name: TensorHeader(tensor.shape, tensor.nbytes, not tensor.is_floating_point())
                 for name, tensor in unpickled(path, "meta").items()
             }
         with path.open("rb") as file:
@@ -307,8 +299,9 @@ def unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
 def _header(shape: list[int], dtype: str) -> TensorHeader:
     """A tensor's header; a dtype's name holds the bits of an element, except for BOOL, which has 8."""
     bits = re.search(r"\d+", dtype)
-    nbytes = math.prod(shape) * (int(bits[0]) if bits else 8) // 8
-    return TensorHeader(tuple(shape), nbytes, integer=dtype.startswith(("I", "U", "BOOL")))
+    size = torch.Size(shape)
+    nbytes = size.numel() * (int(bits[0]) if bits else 8) // 8
+    return TensorHeader(size, nbytes, integer=dtype.startswith(("I", "U", "BOOL")))
 
 
 def hub_headers(path: ModelPath) -> Headers:

@@ -60,17 +60,17 @@ def merge_options(options: Mapping[str, Any], dtype: str | None) -> MergeOptions
 
 
 class Experiment:
-    """The opened models and data of a recipe, or of its file; ``ranks`` share the work, and the options are mergekit's.
+    """The opened models and data of a recipe; ``ranks`` share the work, and the options are mergekit's.
 
-    An SltaError if the file cannot be read, a TypeError if mergekit has no option of a given name.
+    A TypeError if mergekit has no option of a given name.
     """
 
-    def __init__(self, recipe: RecipeOrFile, *, ranks: Ranks | None = None, **options: Any) -> None:
-        self.recipe = loaded(recipe)
+    def __init__(self, recipe: Recipe, *, ranks: Ranks | None = None, **options: Any) -> None:
+        self.recipe = recipe
         self.ranks = ranks or Ranks()
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
-        self.options = merge_options(plain(options), self.recipe.config.dtype)
+        self.options = merge_options(options, recipe.config.dtype)
         on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
         self.device = "cuda" if on_all_gpus else str(self.options.device)  # where the layers run
         self.quiet = self.options.quiet or not self.ranks.first  # no progress bars: the first process shows them
@@ -107,22 +107,14 @@ class Experiment:
             self._models[reference] = dataclasses.replace(model, reference=reference)  # known: an adapter's base model
         return self._models[reference]
 
-    @property
-    def models(self) -> list[Model]:
-        """The base model, then the experts in the recipe's order; an SltaError if one cannot be opened."""
-        return list(map(self.model, self.recipe.references))
-
     @cached_property
     def base(self) -> Checkpoint:
-        return self.checkpoint(self.recipe.base)
+        return Checkpoint(self.model(self.recipe.base))
 
     @cached_property
     def checkpoints(self) -> list[Checkpoint]:
         """The weights of the base model, then of the experts in the recipe's order."""
-        return [self.base, *(self.checkpoint(expert.reference) for expert in self.recipe.experts)]
-
-    def checkpoint(self, reference: ModelReference) -> Checkpoint:
-        return Checkpoint(self.model(reference))
+        return [self.base, *(Checkpoint(self.model(expert.reference)) for expert in self.recipe.experts)]
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -165,7 +157,10 @@ class Experiment:
         """Refuse what is no level, and ``model`` where vocabularies or the models' tails let nobody compare logits."""
         refuse(f"'{level}' is not one of {', '.join(LEVELS)}." for level in levels if level not in LEVELS)
         if "model" in levels:
-            others = [*other_vocabularies(*self.models), *self.moved_tokens(*self.recipe.references)]
+            others = [
+                *other_vocabularies(*map(self.model, self.recipe.references)),
+                *self.moved_tokens(*self.recipe.references),
+            ]
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
             refuse(filter(None, [tail_problem(self.decoder)]))
 
@@ -346,4 +341,4 @@ def opened(recipe: RecipeOrFile | Experiment, options: Options) -> Experiment:
     if isinstance(recipe, Experiment):
         return recipe
     require_device(str(options.get("device", "cpu")))
-    return Experiment(recipe, **options)
+    return Experiment(loaded(recipe), **plain(options))

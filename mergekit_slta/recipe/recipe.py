@@ -82,7 +82,7 @@ class Recipe:
             text = yaml.safe_dump(plain(content), sort_keys=False, allow_unicode=True)
         except yaml.YAMLError as error:
             raise SltaError(f"'content' holds a value that YAML cannot write ({first_line(error)}).") from None
-        self._parse(text, "This recipe")
+        vars(self).update(vars(self.parse(text, "This recipe")))
 
     def __repr__(self) -> str:
         return self.text.rstrip()
@@ -109,7 +109,25 @@ class Recipe:
     def parse(cls, text: str, name: object, config: MergeConfiguration | None = None) -> Recipe:
         """Read a recipe's YAML; ``name`` stands for it in messages, ``config`` is what a program has made of it."""
         recipe = cls.__new__(cls)
-        recipe._parse(text, name, config)
+        try:
+            recipe.text, recipe.content = text, yaml.load(text, Loader)
+        except Exception as error:  # YAML's tags may raise errors of any kind
+            raise SltaError(*f"{name} {yaml_fault(error)}".split("\n")) from None
+        if recipe.content is None:
+            raise SltaError(f"{name} is empty: write a recipe, or have `mergekit-slta new` print one to start from.")
+        try:
+            read = MergeConfiguration.model_validate(recipe.content)
+        except ValidationError as error:
+            raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
+        except Exception as error:  # from mergekit's own checks
+            fault = first_line(error)
+            fix = " (only an adapter follows a '+': rename folders with one)" if fault.startswith("Can't parse") else ""
+            raise SltaError(f"{name} is no mergekit recipe: {fault}{fix}.") from None
+        recipe.config = config = config or read
+        normalize(config)
+        recipe.references = [*([config.base_model] if config.base_model else []), *expert_references(config)]
+        recipe.tokenizer_source = tokenizer_source(config)
+        recipe.in_slices = bool(config.slices or config.modules)
         return recipe
 
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:
@@ -119,27 +137,6 @@ class Recipe:
             return self
         parameters = {**(self.content.get("parameters") or {}), "statistics": file}
         return Recipe({**self.content, "parameters": parameters | ({"level": level} if level else {})})
-
-    def _parse(self, text: str, name: object, config: MergeConfiguration | None = None) -> None:
-        try:
-            self.text, self.content = text, yaml.load(text, Loader)
-        except Exception as error:  # YAML's tags may raise errors of any kind
-            raise SltaError(*f"{name} {yaml_fault(error)}".split("\n")) from None
-        if self.content is None:
-            raise SltaError(f"{name} is empty: write a recipe, or have `mergekit-slta new` print one to start from.")
-        try:
-            read = MergeConfiguration.model_validate(self.content)
-        except ValidationError as error:
-            raise SltaError(f"{name} is no mergekit recipe: {misshapen(error)}") from None
-        except Exception as error:  # from mergekit's own checks
-            fault = first_line(error)
-            fix = " (only an adapter follows a '+': rename folders with one)" if fault.startswith("Can't parse") else ""
-            raise SltaError(f"{name} is no mergekit recipe: {fault}{fix}.") from None
-        self.config = config = config or read
-        normalize(config)
-        self.references = [*([config.base_model] if config.base_model else []), *expert_references(config)]
-        self.tokenizer_source = tokenizer_source(config)
-        self.in_slices = bool(config.slices or config.modules)
 
     def require_sound(self) -> None:
         """Refuse a recipe whose text is wrong, with all faults, or that is for another method."""

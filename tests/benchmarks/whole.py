@@ -34,6 +34,7 @@ from mergekit_slta.engine.streams import fitting_batch, make_batches
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe
 
 EXPERTS = 3
 METHODS = ("slta", "featcal", "actmat")
@@ -96,7 +97,7 @@ def write_recipe(
 
 def measure(recipe: Path, out: Path, device: str, profile: Path | None) -> dict[str, Any]:
     """Merge, in two processes where the first is killed, and compare with the forward passes and with the check."""
-    experiment = Experiment(recipe, device=device, quiet=True)
+    experiment = Experiment(Recipe.load(recipe), device=device, quiet=True)
     settings = experiment.recipe.settings
     data = experiment.load_data(experiment.recipe.tasks) if settings.runs_models else []
     said, command = needs(experiment), ["merge", str(recipe), str(out), "--device", device]

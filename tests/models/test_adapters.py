@@ -45,7 +45,7 @@ def test_adapters_on_the_hub(tmp_path: Path) -> None:
     (organization / "whole" / "training.bin").write_text("large")
     with serve(tmp_path / "hub", tmp_path / "cache") as hub:
         whole, empty, none = (ModelPath(path=f"org/{name}") for name in ("whole", "empty", "none"))
-        assert file_headers(adapter_weights(adapter_folder(whole))) == {"x": TensorHeader((2, 3), 24)}
+        assert file_headers(adapter_weights(adapter_folder(whole))) == {"x": TensorHeader(torch.Size((2, 3)), 24)}
         assert set(hub.fetched) == {"adapter_config.json", "adapter_model.safetensors"}
         with pytest.raises(SltaError, match="is not a LoRA adapter: it lacks adapter_model.safetensors"):
             adapter_weights(adapter_folder(empty))
