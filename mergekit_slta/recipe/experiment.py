@@ -30,7 +30,7 @@ from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Model, open_model, other_vocabularies
+from mergekit_slta.models.headers import Model, local_folder, open_model, other_vocabularies
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -185,7 +185,7 @@ class Experiment:
         """A clause for each model on this machine with other ids than the base model for tokens, of all or used ids."""
 
         def ids(model: ModelReference) -> dict[str, int]:
-            folder = self.model(model).folder
+            folder = local_folder(model.model, self.options.transformers_cache)  # also downloaded since it was opened
             return self.tokenizer(model).get_vocab() if folder and (folder / TOKENIZER).is_file() else {}
 
         known = {token: index for token, index in ids(self.recipe.base).items() if index in used or not used}
