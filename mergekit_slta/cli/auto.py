@@ -48,10 +48,12 @@ class Step(NamedTuple):
     @property
     def mark(self) -> str:
         """A hash of the command, and of the sizes and times of its input files; the Hub's are only named."""
-        # Also of an adapter, and of a folder with a dataset.
-        names = dict.fromkeys(part for name in self.inputs for part in (name, *re.split(r"^hf:|[+?]", name)) if part)
-        parts = [Path(name).expanduser() for name in names]
-        inputs = [file for part in parts for file in (sorted(part.iterdir()) if part.is_dir() else [part])]
+        # Also of an adapter, and of a folder with a dataset, whose files may lie in folders below it.
+        names = dict.fromkeys(part for name in self.inputs for part in (name, *re.split("[+?]", name)) if part)
+        inputs = list[Path]()
+        for name in names:
+            path, below = Path(name.removeprefix("hf:")).expanduser(), "**/*" if name.startswith("hf:") else "*"
+            inputs += sorted(path.glob(below)) if path.is_dir() else [path]
         stats = [(str(file), file.stat()) for file in inputs if file.is_file()]
         return files.digest([*self.command, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
 

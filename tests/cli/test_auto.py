@@ -141,9 +141,10 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
 # The plan and the verdict
 
 
-@pytest.mark.parametrize("name", ["hf:{}?split=train", "{}/c++.jsonl", "org/base+{}"])
+@pytest.mark.parametrize("name", ["hf:{}?split=train", "{}/data/c++.jsonl", "org/base+{}/data"])
 def test_a_step_knows_that_an_input_has_changed(name: str, tmp_path: Path) -> None:
-    step, file = auto.Step(["merge"], Path("out"), [name.format(tmp_path)]), tmp_path / "c++.jsonl"
+    step, file = auto.Step(["merge"], Path("out"), [name.format(tmp_path)]), tmp_path / "data" / "c++.jsonl"
+    file.parent.mkdir()
     file.write_text("a")
     mark = step.mark
     file.write_text("ab")
