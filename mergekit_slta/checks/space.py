@@ -40,7 +40,7 @@ class Needs:
     merged: int  # the merged model, as it is stored
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
-    memory: int = 0  # of the machine, or of the GPU where one computes
+    memory: int = 0  # of the machine, or of the GPU where one computes; 0 where only the disk is asked for
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -79,7 +79,7 @@ def _disk(experiment: Experiment) -> Needs:
 
 
 def _adapted(experiment: Experiment) -> int:
-    """The bytes of the base model with a merged adapter."""
+    """The bytes of the base model with a merged adapter, in the type that the options name, or else its own."""
     return _stored_bytes(experiment.model(experiment.recipe.base), _dtype(experiment.options.lora_merge_dtype))
 
 

@@ -46,12 +46,6 @@ def recipe_of(family: Family, **settings: Any) -> Recipe:
     return families.recipe_of(family.base, data, **{"samples": SAMPLES, "max_tokens": 24} | settings)
 
 
-def held_out_records(family: Family, task: int) -> list[dict[str, str]]:
-    """A task's records after the calibration samples, in the order of seed 0."""
-    records = [json.loads(line) for line in family.data[task].read_text().splitlines()]
-    return [records[index] for index in random.Random(0).sample(range(len(records)), len(records))[SAMPLES:]]
-
-
 @pytest.fixture
 def paired(make_family: MakeFamily) -> Family:
     family = make_family()
@@ -67,8 +61,8 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
     models = dict(zip(("base model", "expert expert0", "expert expert1"), paired.models(), strict=True))
     tokenizer = AutoTokenizer.from_pretrained(paired.base)
     for index, task in enumerate(found.tasks.values()):
-        samples = []
-        for record in held_out_records(paired, index)[:4]:
+        samples, records = [], [json.loads(line) for line in paired.data[index].read_text().splitlines()]
+        for record in random.Random(0).sample(records, len(records))[SAMPLES : SAMPLES + 4]:  # after the calibration's
             prompt = tokenizer(record["question"] + "\n")["input_ids"][:-1]
             answer = tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
             samples.append(Sample((*prompt, *answer), len(prompt), len(prompt) + len(answer)))

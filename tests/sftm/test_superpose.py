@@ -28,11 +28,6 @@ def random(m: int, n: int) -> Matrices:
     return [trim(normal(m, n), 0.2) for _ in range(3)]
 
 
-def identical_and_another(m: int, n: int) -> Matrices:
-    twin = normal(m, n)
-    return [twin, normal(m, n), twin]
-
-
 def contradictory(m: int, n: int) -> Matrices:
     """One matrix in three lengths and one of the others' differences: no matrix keeps all of their features."""
     first, second = normal(m, n), normal(m, n)
@@ -59,7 +54,7 @@ KINDS: dict[str, Callable[[int, int], Matrices]] = {
     "minute": lambda m, n: [1e-30 * normal(m, n) for _ in range(2)],
     "large": lambda m, n: [1e12 * normal(m, n) for _ in range(2)],
     "identical": lambda m, n: [normal(m, n)] * 3,
-    "identical and another": identical_and_another,
+    "identical and another": lambda m, n: [twin := normal(m, n), normal(m, n), twin],
     "contradictory": contradictory,
     "orthogonal": orthogonal,
     "all zero": lambda m, n: [none(m, n)] * 2,
