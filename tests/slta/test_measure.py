@@ -196,11 +196,6 @@ def change_records(content: dict[str, Any], llama: Family, tmp_path: Path) -> No
     content["models"][2]["parameters"]["calibration"] = str(other)
 
 
-def change_all(*arguments: Any) -> None:
-    for change in (change_configuration, change_expert, change_records):
-        change(*arguments)
-
-
 MISMATCHES: dict[str, tuple[Change, list[str]]] = {
     "base": (change_base, [r"base model .*expert0 is not the one"]),
     "configuration": (
@@ -225,7 +220,10 @@ MISMATCHES: dict[str, tuple[Change, list[str]]] = {
         lambda content, *_: content["parameters"].update(level="layer"),
         [r"lacks the level layer \(it holds attn_mlp\): .*calibrate RECIPE -o FILE --level attn_mlp"],
     ),
-    "all at once": (change_all, ["stretched is not", "other is not one", "gives other tokens"]),
+    "all at once": (
+        lambda *given: [change(*given) for change in (change_configuration, change_expert, change_records)],
+        ["stretched is not", "other is not one", "gives other tokens"],
+    ),
 }
 
 
