@@ -92,9 +92,9 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     positions = min(max(LOGIT_POSITIONS, *lengths), max(map(math.prod, shapes)))
     # The logits of some positions, and for one sample the probabilities and their logarithms.
     logits = memory.NUMBER * decoder.model.config.get_text_config().vocab_size * (positions + 2 * max(lengths))
-    # The layer's input and its copy, the outputs of its children and a copy, the stream, a norm's parts; queries and
-    # keys with positions, keys and values for all heads, or, one fewer, an MLP's factors and their product.
-    batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 7, inner=4, scores=3)
+    # The layer's input and its copy, the outputs of its children and a copy, the stream, a norm's parts; an MLP's
+    # factors and their product, which are wider than the attention's queries, keys and values.
+    batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 7, inner=3, scores=3)
     waiting = memory.states_bytes(decoder, tasks, 1) + 3 * memory.TOKEN * sum(lengths)  # with the answers of all models
     inside = max(memory.edge_bytes(decoder) + logits, memory.layer_bytes(decoder, 1) + batch)
     return memory.LIBRARIES + waiting + inside
