@@ -352,7 +352,8 @@ def _encoded(turns: Turns) -> Turns:
 def _folded(turns: Turns) -> Turns:
     if [(turn["role"], type(turn["content"])) for turn in turns[:2]] != [("system", str), ("user", str)]:
         return turns
-    return [turns[1] | {"content": "\n\n".join([turn["content"] for turn in turns[:2] if turn["content"]])}, *turns[2:]]
+    texts = [turn["content"] for turn in turns[:2] if turn["content"]]
+    return [turns[1] | {"content": "\n\n".join(texts)}, *turns[2:]]
 
 
 def _in_parts(turns: Turns) -> Turns:

@@ -113,7 +113,8 @@ def waiting(decoder: Decoder, tokens: int, longest: int) -> int:
         held = [0] * (len(groups) + 1)  # of a stream that has run as far as a group, or to the layer's end
         for at, group in enumerate(groups):
             complete = {other.child for other in groups[:at]} - {group.child}
-            held[at] = width * len(complete) + sum(other.outputs for other in groups[:at] if other.child == group.child)
+            inside = sum(other.outputs for other in groups[:at] if other.child == group.child)
+            held[at] = width * len(complete) + inside
         outputs = max(outputs, *map(sum, pairwise(held)), 0)  # one stream is a group ahead
     # What the attention returns beside its output, where it has the scores of all pairs in memory.
     outputs += memory.heads_with_scores(decoder) * longest

@@ -249,7 +249,8 @@ def routed_inputs(args: Sequence[torch.Tensor], experts: int, positions: torch.T
         numbers = torch.arange(len(positions), device=values.device)
         return RoutedInputs(stacked[0, positions], chosen[0].reshape(stacked.shape[1], -1)[positions], numbers, numbers)
     expert, tokens = stacked.any(-1)[:, positions].nonzero(as_tuple=True)
-    return RoutedInputs(stacked[expert, positions[tokens]], expert[:, None], tokens, expert * len(positions) + tokens)
+    places = expert * len(positions) + tokens
+    return RoutedInputs(stacked[expert, positions[tokens]], expert[:, None], tokens, places)
 
 
 def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:

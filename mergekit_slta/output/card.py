@@ -146,7 +146,8 @@ def without_private_paths(text: str, recipe: Recipe) -> str:
     """A text with this machine's paths, those that a recipe names and those in the home folder, by their last parts."""
     paths = {path for value in _texts(recipe.content) for path in _private_parts(value)}
     for path in sorted(paths, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", files.published_path(path).replace("\\", r"\\"), text)
+        last = files.published_path(path).replace("\\", r"\\")
+        text = re.sub(rf"(?<![\w.-]){re.escape(path)}(?![\w-])", last, text)
     home = os.path.expanduser("~")
     return text.replace(f"{home}/", "~/") if len(home) > 2 else text
 

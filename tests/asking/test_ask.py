@@ -75,8 +75,7 @@ def test_answers_are_what_generate_gives_one_by_one_and_calibrate_with_the_same_
     asked = random.Random(0).sample(PROMPTS, len(PROMPTS))
     texts = [f"<s>{before}{prompt}{after}" for prompt in asked]
     given = [tokenizer(t, add_special_tokens=False, padding=False, truncation=False)["input_ids"] for t in texts]
-    model = families.open_model(folder)
-    expected = one_by_one(model, given, 20)
+    expected = one_by_one(families.open_model(folder), given, 20)
     assert len({tuple(row[len(prompt) :]) for row, prompt in zip(expected, given, strict=True)}) > 2
     rows = calibrating(out, folder, len(PROMPTS))
     for number, wanted in enumerate(expected):

@@ -67,8 +67,7 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: H
     assert [(each["name"], each["organization"], each["visibility"]) for each in hub.created] == [
         ("model", "org", "private")
     ]
-    names = set(hub.committed)
-    assert names == {
+    assert set(hub.committed) == {
         *("README.md", "mergekit_config.yml", "config.json", "generation_config.json"),
         *(WEIGHTS, "tokenizer.json", "tokenizer_config.json"),
         *("mergekit-slta/statistics.safetensors", "mergekit-slta/merge.json"),

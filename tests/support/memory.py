@@ -39,13 +39,10 @@ class PeakMemory:
     """The largest memory of this process while the block runs, above that at its start; looked at every 2 ms.
 
     Mapped checkpoint files do not count.
-
-    Attributes:
-        bytes: the peak.
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = 0  # the peak
 
     def __enter__(self) -> PeakMemory:
         self._start = anonymous_memory()
