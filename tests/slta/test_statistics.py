@@ -122,7 +122,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda it: it.solve(task_weights={"org/maths": 1}), "no expert 'org/maths', only org/math, org/code"),
     (lambda it: it.solve(task_weights={"org/code": -3}), "task weight of org/code is -3: give a number"),
     (lambda it: it.solve(task_weights=dict.fromkeys(MODELS, 0)), "at least one task must count"),
-    (lambda it: it.solve().bootstrap(1), "at least two"),
+    (lambda it: it.solve().bootstrap(1), "from 2 on"),
     (lambda it: it.solve().save_recipe("plain.yml", models={"org/maths": "."}), "no model 'org/maths', only org/llama"),
     (lambda it: it.solve().bootstrap(5).intervals(1.0), "give a number between 0 and 1"),
     (lambda it: it.solve().intervals(0.9), "call bootstrap before intervals"),
