@@ -95,9 +95,9 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
     then = "resumes after the finished layers" if recipe.settings.runs_models else "starts over"
     with partial.held(ranks), interruptible(then):
         experiment.open()
-        if experiment.architecture is not None:
-            adapt_loaders(experiment.layout, recipe.base, recipe.references)
         with ranks.one_refusal():
+            if experiment.architecture is not None:
+                adapt_loaders(experiment.layout, experiment.base.model, [one.model for one in experiment.checkpoints])
             earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None
             if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
                 click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)

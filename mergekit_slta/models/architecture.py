@@ -22,7 +22,6 @@ from mergekit.architecture import ModelArchitecture, ModuleDefinition, WeightInf
 from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.base import ModuleArchitecture
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
-from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
@@ -175,16 +174,16 @@ class AsTheBase(LazyTensorLoader):
         return self._layout.restore(key, lambda target, mixture_expert: self._stored.read(target, load, mixture_expert))
 
 
-def adapt_loaders(layout: Layout, base: ModelReference, experts: Iterable[ModelReference]) -> None:
+def adapt_loaders(layout: Layout, base: Model, experts: Iterable[Model]) -> None:
     """Let mergekit find in each expert what the base model stores, as ``layout`` says; refuse a head that is lost."""
     wanted: Collection[str] = {*layout.pieces, *layout.outside}
     for expert in experts:
-        loader = LoaderCache().get(expert)
+        loader = LoaderCache().get(expert.reference)
         known = loader.index.tensor_paths.keys()
-        if not known <= wanted and (parted := Layout(layout.model, known).parted(layout, loader.get_tensor)):
+        if not known <= wanted and (parted := expert.layout(layout.model).parted(layout, loader.get_tensor)):
             raise SltaError(
                 f"{' and '.join(parted)} differ in the expert {expert}, and are one tensor in the base model {base}: "
                 "save both models with 'tie_word_embeddings' false."
             )
         if not wanted <= known:
-            LoaderCache.loaders[expert] = AsTheBase(loader, LoaderCache().get(base), layout)
+            LoaderCache.loaders[expert.reference] = AsTheBase(loader, LoaderCache().get(base.reference), layout)
