@@ -102,10 +102,11 @@ def ask(
     path = files.new_file(out, ".jsonl")
     recipe = Recipe({"merge_method": "linear", "models": [{"model": os.fspath(model)}], "dtype": "float32"})
     experiment, (reference,) = opened(recipe, options), recipe.references
-    positions, tokenizer = experiment.model(reference).size("max_position_embeddings"), experiment.tokenizer(reference)
+    opened_model, tokenizer = experiment.model(reference), experiment.tokenizer(reference)
+    positions = getattr(opened_model.text_config, "max_position_embeddings", None)
     source = CalibrationSource(os.fspath(prompts), "", lambda: tokenizer, lambda: tokenizer, WHOLE, 0)
     asked = _asked(source, topics, samples, (positions or WHOLE) - max_new_tokens)
-    checkpoint, beside = Checkpoint(experiment.model(reference)), path.with_name(f"{path.name}.partial")
+    checkpoint, beside = Checkpoint(opened_model), path.with_name(f"{path.name}.partial")
     run = files.digest([checkpoint.fingerprint, [prompt.ids for prompt in asked], max_new_tokens])
     answered = _finished(beside, run)
     files.write(beside, _lines(run, *answered.items()).encode())
@@ -205,8 +206,8 @@ def answer_bytes(model: Model, prompt: int, answered: int, rows: int) -> int:
     headers = model.tensors.values()
     stored, count = sum(header.nbytes for header in headers), sum(header.shape.numel() for header in headers)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    width, layers, heads = (model.size(name) or 1 for name in names)
-    keys = layers * width * (model.size("num_key_value_heads") or heads) // heads
+    width, layers, heads = (getattr(model.text_config, name, None) or 1 for name in names)
+    keys = layers * width * (getattr(model.text_config, "num_key_value_heads", None) or heads) // heads
     widest = max(header.shape[-1] for header in headers if len(header.shape) > 1)
     numbers = rows * (2 * keys * answered + (6 * width + 3 * widest) * prompt)
     mask = (1 + MASK) * rows * prompt**2 * (rows > 1)  # of rows that differ in length, and a copy

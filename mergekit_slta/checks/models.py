@@ -51,7 +51,7 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
 
 def _full_precision(model: Model) -> None:
     """Refuse quantized tensors: by the configuration, or weights in 8 bits or fewer."""
-    configs = (model.config, model.config.get_text_config())
+    configs = (model.config, model.text_config)
     if entry := next(filter(None, (getattr(config, "quantization_config", None) for config in configs)), None):
         raise SltaError(
             f"{model} is quantized ({dict(entry).get('quant_method', 'in some way')}) by its config.json: name the "
@@ -90,7 +90,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
     base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
     if experiment.recipe.settings.runs_models or not experiment.options.allow_crimes:
         _same_architecture(base, expert)
-    sizes = [(name, expert.size(name), base.size(name)) for name in SAME_SIZES]
+    sizes = [(name, *(getattr(model.text_config, name, None) for model in (expert, base))) for name in SAME_SIZES]
     # A configuration may leave a default size out.
     if differing := [f"{name} {n} instead of {m}" for name, n, m in sizes if n != m and None not in (n, m)]:
         raise SltaError(
@@ -119,7 +119,7 @@ def _same_architecture(base: Model, expert: Model) -> None:
     """Refuse another architecture, apart from the language tower of a multimodal model."""
     if (expert.architecture, expert.config.model_type) == (base.architecture, base.config.model_type):
         return
-    texts = [model.config.get_text_config() for model in (base, expert)]
+    texts = [model.text_config for model in (base, expert)]
     one_is_tower = (texts[0] is base.config) != (texts[1] is expert.config)
     if texts[0].model_type != texts[1].model_type or not one_is_tower:
         raise SltaError(
@@ -215,7 +215,7 @@ def other_base(model: Model, cache_dir: str | None) -> Iterator[str]:
 
 def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     """The paths of a model's embedding and head, if they are one tensor and an adapter changes one of them alone."""
-    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    tied = getattr(model.text_config, "tie_word_embeddings", False)
     if model.built is None or not tied or settings.get("ensure_weight_tying"):
         return []
     paths = {module: path for path, module in model.built.named_modules()}
@@ -260,7 +260,7 @@ def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str
 
 def promised_heads(model: Model) -> Iterator[str]:
     """A configuration that promises a head for multi-token prediction, where the checkpoint has none."""
-    promised = [name for name in PROMISES if model.size(name)]
+    promised = [name for name in PROMISES if getattr(model.text_config, name, None)]
     may_have = model.built is None or model.layout(model.built).outside
     if promised and not may_have and not re.search("mtp|nextn|eh_proj", " ".join(model.tensors)):
         yield (

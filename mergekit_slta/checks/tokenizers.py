@@ -16,7 +16,7 @@ from mergekit_slta.checks.folder import beside_weights, refuse_links
 from mergekit_slta.data.sources import end_of_turn
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
-from mergekit_slta.models.headers import folder_with, other_vocabularies
+from mergekit_slta.models.headers import folder_with
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.words import listed
@@ -27,18 +27,20 @@ GENERATION = "generation_config.json"
 def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     """Refuse an expert whose vocabulary differs in size or in the token ids, unless mergekit makes them alike."""
     base, model = experiment.model(experiment.recipe.base), experiment.model(expert)
-    moved, sizes = experiment.moved_tokens(expert), other_vocabularies(base, model)
+    others, sizes = experiment.other_tokens(expert), model.vocabulary != base.vocabulary
     if sizes and isinstance(experiment.recipe.settings, FeatcalSettings):
         raise SltaError(
-            f"The {sizes[0]}: if the expert can do without its added tokens, save it with {base.vocabulary} embeddings "
-            "and the base model's tokenizer; else use 'merge_method: slta', which keeps the base model's embeddings."
+            f"The {others[0]}: if the expert can do without its added tokens, save it with {base.vocabulary} "
+            "embeddings and the base model's tokenizer; else use 'merge_method: slta', which keeps the base model's "
+            "embeddings."
         )
-    if moved and experiment.recipe.settings.runs_experts:
-        raise SltaError(f"The {moved[0]}, but this method gives both the same ids: choose experts with the same ids.")
-    cut = experiment.options.unsafe_truncate_embeddings and model.vocabulary >= base.vocabulary
-    if (moved or (sizes and not cut)) and experiment.recipe.tokenizer_source is None:
+    if others and experiment.recipe.settings.runs_experts:
+        raise SltaError(f"The {others[0]}, but this method gives both the same ids: choose experts with the same ids.")
+    if experiment.options.unsafe_truncate_embeddings and model.vocabulary > base.vocabulary:
+        others = others[1:]  # mergekit cuts the other rows off
+    if others and experiment.recipe.tokenizer_source is None:
         fix = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them"
-        raise SltaError(f"The {(moved or sizes)[0]}: {fix}.")
+        raise SltaError(f"The {others[-1]}: {fix}.")
 
 
 def aligned_rows(experiment: Experiment) -> None:
@@ -53,7 +55,7 @@ def aligned_rows(experiment: Experiment) -> None:
             f"The recipe's tokenizer has {len(ids)} tokens with ids up to {max(ids.values())}, and mergekit makes a "
             "row for each token, none for the gaps: leave 'tokenizer' and 'tokenizer_source' out."
         )
-    has_second = getattr(base.config.get_text_config(), "vocab_size_per_layer_input", None)
+    has_second = getattr(base.text_config, "vocab_size_per_layer_input", None)
     if has_second and any(not own.items() <= ids.items() for own in aligned.original_vocabs.values()):
         raise SltaError(
             f"The recipe's 'tokenizer' changes token ids, but of the two embeddings of {base} mergekit reorders one "

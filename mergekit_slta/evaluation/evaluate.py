@@ -244,7 +244,7 @@ def evaluate(
     results = [Checkpoint(experiment.model(ModelReference(model=ModelPath(path=str(folder))))) for folder in folders]
     models = dict(zip([*names, *merges], [*experiment.checkpoints, *results], strict=True))
     used = {token for group in groups.values() for sample in group for token in sample.token_ids}
-    moved = experiment.moved_tokens(*(model.reference for model in models.values()), used=used)
+    moved = experiment.other_tokens(*(model.reference for model in models.values()), used=used)
     refuse(f"The {clause}: compare only models with the base model's ids." for clause in moved)
     samples_of, device, quiet = list(groups.values()), experiment.device, experiment.quiet
     if not quiet:

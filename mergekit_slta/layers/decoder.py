@@ -148,29 +148,7 @@ class LayerRun:
     repeated: set[str] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)  # the children whose parts the layer has called by itself
     state: State = field(default_factory=dict)  # what the layer passes to later layers
-    _running: str = ""
-
-    def call(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module, or replay what it returns, and record it."""
-        child, _, inside = name.partition(".")
-        if name in self.inputs or (name in self.outputs and not inside):
-            self.repeated.add(name)
-        if name in self.inputs_of or name == self.until:
-            self.inputs[name] = (*args, *kwargs.values())
-        if name == self.until:
-            raise Reached
-        if inside and child != self._running:
-            self.opened.add(child)
-        if name in self.replay:
-            output = self.replay[name]
-        else:
-            caller, self._running = self._running, child
-            output = forward(*args, **kwargs)
-            self._running = caller
-        if inside and name not in self.outputs_of:
-            return output
-        self.outputs[name] = output
-        return tree_map_only(torch.Tensor, torch.clone, output)  # others may change what they are given in place
+    running: str = ""  # the child that is at work
 
 
 def watch(layers: Iterable[torch.nn.Module]) -> list[LayerRun]:
@@ -188,7 +166,28 @@ def watch(layers: Iterable[torch.nn.Module]) -> list[LayerRun]:
 
 
 def _report(runs: list[LayerRun], name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return runs[-1].call(name, forward, args, kwargs) if runs else forward(*args, **kwargs)
+    """Run a module, or replay what it returns, and record it in the run that is under way, if there is one."""
+    if not runs:
+        return forward(*args, **kwargs)
+    run, (child, _, inside) = runs[-1], name.partition(".")
+    if name in run.inputs or (name in run.outputs and not inside):
+        run.repeated.add(name)
+    if name in run.inputs_of or name == run.until:
+        run.inputs[name] = (*args, *kwargs.values())
+    if name == run.until:
+        raise Reached
+    if inside and child != run.running:
+        run.opened.add(child)
+    if name in run.replay:
+        output = run.replay[name]
+    else:
+        caller, run.running = run.running, child
+        output = forward(*args, **kwargs)
+        run.running = caller
+    if inside and name not in run.outputs_of:
+        return output
+    run.outputs[name] = output
+    return tree_map_only(torch.Tensor, torch.clone, output)  # others may change what they are given in place
 
 
 INPUT = "<input>"  # no child of a layer can be called that

@@ -75,6 +75,7 @@ class Model:
 
     reference: ModelReference  # as the recipe names it
     config: transformers.PretrainedConfig
+    text_config: transformers.PretrainedConfig  # of the language model in it, or the same
     tensors: Headers  # of its checkpoint, by name
     folder: Path | None  # None for a model on the Hub that has not been downloaded
     trust_remote_code: bool  # mergekit's flag of that name
@@ -95,26 +96,12 @@ class Model:
             LOG.warning("What needs the structure of %s is not checked: %s", self, error)
             return None
 
-    def size(self, name: str) -> Any:
-        """A size by the configuration of the language model, or of the only one."""
-        return getattr(self.config.get_text_config(), name, None)
-
     def layout(self, built: transformers.PreTrainedModel | None) -> Layout:
         """How its checkpoint stores the tensors of a model, its own or the base model's, that is ``built``."""
         if built not in self._layouts:  # with a mixture's experts one by one, it takes seconds
             shapes = {name: header.shape for name, header in self.tensors.items()}
             self._layouts[built] = Layout(built, self.tensors, shapes)
         return self._layouts[built]
-
-
-def other_vocabularies(base: Model, *experts: Model) -> list[str]:
-    """One clause for each expert whose vocabulary size differs from the base model's."""
-    return [
-        f"expert {expert} has a vocabulary of {expert.vocabulary} tokens, the base model {base} one of "
-        f"{base.vocabulary}"
-        for expert in experts
-        if expert.vocabulary != base.vocabulary
-    ]
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:
@@ -133,16 +120,17 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
             )
         tensors = folder_headers(folder)
     config = _config(reference, trust_remote_code)
-    layers = max(getattr(part, "num_hidden_layers", None) or 0 for part in (config, config.get_text_config()))
+    text_config = config.get_text_config()
+    layers = max(getattr(part, "num_hidden_layers", None) or 0 for part in (config, text_config))
     if layers > len(tensors):  # building such a model may take forever
         raise SltaError(
             f"The config.json of {path} gives {layers} layers, more than the checkpoint has tensors ({len(tensors)}): "
             "get undamaged copies of its files."
         )
     architecture = (config.architectures or [""])[0]
-    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    vocabulary = getattr(text_config, "vocab_size", None)
     prefix = getattr(getattr(transformers, architecture, None), "base_model_prefix", "") or "model"
-    return Model(reference, config, tensors, folder, trust_remote_code, architecture, prefix, vocabulary)
+    return Model(reference, config, text_config, tensors, folder, trust_remote_code, architecture, prefix, vocabulary)
 
 
 def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.PretrainedConfig:

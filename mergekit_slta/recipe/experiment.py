@@ -30,7 +30,7 @@ from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Model, local_folder, open_model, other_vocabularies
+from mergekit_slta.models.headers import Model, local_folder, open_model
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -157,10 +157,7 @@ class Experiment:
         """Refuse what is no level, and ``model`` where vocabularies or the models' tails let nobody compare logits."""
         refuse(f"'{level}' is not one of {', '.join(LEVELS)}." for level in levels if level not in LEVELS)
         if "model" in levels:
-            others = [
-                *other_vocabularies(*map(self.model, self.recipe.references)),
-                *self.moved_tokens(*self.recipe.references),
-            ]
+            others = self.other_tokens(*self.recipe.references)
             refuse(f"'level: model' compares logits, but the {other}: choose another level." for other in others)
             refuse(filter(None, [tail_problem(self.decoder)]))
 
@@ -181,15 +178,24 @@ class Experiment:
                 )
         return self._tokenizers[reference]
 
-    def moved_tokens(self, *models: ModelReference, used: Collection[int] = ()) -> list[str]:
-        """A clause for each model on this machine with other ids than the base model for tokens, of all or used ids."""
+    def other_tokens(self, *models: ModelReference, used: Collection[int] = ()) -> list[str]:
+        """How models' tokens differ from the base model's, a clause for each: in their number, then in the ids of some.
+
+        Ids are compared where tokenizers are on this machine. If ids that are ``used`` are given, only they count.
+        """
 
         def ids(model: ModelReference) -> dict[str, int]:
             folder = local_folder(model.model, self.options.transformers_cache)  # also downloaded since it was opened
             return self.tokenizer(model).get_vocab() if folder and (folder / TOKENIZER).is_file() else {}
 
         known = {token: index for token, index in ids(self.recipe.base).items() if index in used or not used}
-        return [
+        own = self.model(self.recipe.base).vocabulary
+        sizes = [
+            f"expert {model} has a vocabulary of {size} tokens, the base model {self.recipe.base} one of {own}"
+            for model in models
+            if not used and (size := self.model(model).vocabulary) != own
+        ]
+        return sizes + [
             f"tokenizers of {model} and the base model {self.recipe.base} have different ids for "
             f"{counted(len(moved), 'token')} (such as {min(moved)!r})"
             for model, theirs in zip(models, map(ids, models), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -256,17 +256,6 @@ def published_name(reference: ModelReference) -> str:
     """A model's name for published files: the recipe's spelling, but only the last part of an absolute path."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
     return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
-
-
-def published_names(references: Iterable[ModelReference]) -> list[str]:
-    """The models' names for published files; an SltaError if two models would get the same."""
-    names = [published_name(reference) for reference in references]
-    if len(set(names)) < len(names):
-        raise SltaError(
-            f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or give "
-            "relative paths."
-        )
-    return names
 
 
 EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"

@@ -22,7 +22,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_name, published_names, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
 from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.statistics import Statistics
@@ -92,7 +92,7 @@ def statistics_of(
             partial.begin({"statistics": source}, ranks, replace=True)
         return statistics
     require_calibration(recipe)
-    data, names = experiment.load_data(recipe.tasks), published_names(recipe.references)
+    data, names = experiment.load_data(recipe.tasks), [*recipe.names.values()]
     own = file is not None and partial is None
     if file is not None and partial is None:
         partial = Partial(file.with_name(f"{file.name}.partial"))
@@ -184,10 +184,8 @@ def _read_fitting(experiment: Experiment, path: Path, levels: Sequence[str]) -> 
     if info.keep and not recipe.keep:
         LOG.warning("%s also has prompts for the base model: to use them, give its entry in 'models' a 'weight'.", path)
     statistics = stored.take([index for index in order if index is not None], keep=recipe.keep is not None)
-    names = [published_name(reference) for reference in recipe.references]
-    if len(set(names)) < len(names):
-        return statistics
-    info = statistics.info.model_copy(update={"base_model": names[0], "models": tuple(names[1:])})
+    base, *experts = recipe.names.values()
+    info = statistics.info.model_copy(update={"base_model": base, "models": tuple(experts)})
     return replace(statistics, info=info)
 
 

@@ -453,7 +453,6 @@ DATA: Rows = [
         lambda c: c.of("gpt2").use(max_tokens=512).data("long.txt", "a" * 200),
         "has prompts of 202 tokens, but BASE has 128 positions: set 'max_tokens: 128' or less.",
     ),
-    (of_one_name, "same name in the statistics (base, checkpoint-500, checkpoint-500, checkpoint-500)"),
     (statistics("HERE/file"), "HERE/file cannot be read as a safetensors file"),
     (statistics("HERE"), "There is no statistics file"),
     (statistics("hf:org/repo/file.safetensors", calibration=False), "the Hub cannot be reached"),
@@ -638,7 +637,7 @@ def the_experts_chat_template(case: Case) -> None:
         the_experts_chat_template,
         lambda c: c.of("gpt2").use(max_tokens=128).data("long.txt", "a" * 200),
         lambda c: c.of(next(small_configs("kosmos-2.5", "Kosmos2_5ForConditionalGeneration"))),  # two segments
-        lambda c: of_one_name(c.use("featcal")),
+        of_one_name,
         statistics("HERE/new/stats.safetensors"),
         a_new_token,
         in_slices((1, 3), (0, 1), (3, 3)),

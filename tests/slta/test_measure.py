@@ -159,16 +159,19 @@ def test_a_subset_fits_by_its_prompts_whatever_the_number_of_the_others(llama: F
 def test_other_copies_of_the_same_models_fit_and_lend_their_names(
     no_measuring: None, llama: Family, path: Path, tmp_path: Path
 ) -> None:
-    """As when an author measured local folders, and a user has the Hub's: cards name the models as the user does."""
-    folders = [sharded(folder, tmp_path / f"copy{index}") for index, folder in enumerate(llama.folders)]
+    """As when an author measured local folders, and a user has the Hub's: cards name the models as the user does.
+
+    Where folders have one name, as of a training's checkpoints, they get numbers.
+    """
+    folders = [sharded(folder, tmp_path / f"{index}" / "copy") for index, folder in enumerate(llama.folders)]
     for folder in folders:
         families.write_tokenizer(folder)
     copies, before = Family(folders[0], tuple(folders[1:]), llama.data, llama.config), path.read_bytes()
     for calibration in (False, True):
         found = measured(recipe(copies, calibration=calibration), path)
         assert close(found, Statistics.load(path))
-        assert found.info.models == ("copy1", "copy2", "copy3")
-        assert found.select("copy2").info.models == ("copy2",)
+        assert found.info.models == ("copy (2)", "copy (3)", "copy (4)")
+        assert found.select("copy (3)").info.models == ("copy (3)",)
     assert path.read_bytes() == before
 
 
