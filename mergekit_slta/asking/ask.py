@@ -38,6 +38,7 @@ from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
+from mergekit_slta.layers.attention import use_few_queries
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -224,6 +225,8 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
     with reading(checkpoint, "cannot be loaded"):
         trusted, folder = experiment.options.trust_remote_code, checkpoint.folder  # where an adapter is merged
         model: Any = loader.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
+    if model.config.get_text_config()._attn_implementation == "eager":
+        use_few_queries(model)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     own, tokenizer = model.generation_config.eos_token_id, source.tokenizer

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 import mergekit_slta as slta
 from mergekit_slta.asking import ask as asking
 from mergekit_slta.cli.commands import main
+from mergekit_slta.layers import attention
 
 ANSWERED = "{% if add_generation_prompt %}[assistant]{% endif %}"
 PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}" + ANSWERED
@@ -61,15 +63,18 @@ def calibrating(path: Path, folder: Path, count: int) -> dict[int, tuple[list[in
     }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3", "falcon_alibi", "lfm2", "qwen2_5_vl"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_oss", "gemma3", "falcon_alibi", "lfm2", "qwen2_5_vl"])
 @pytest.mark.parametrize("template", [PLAIN, None])
 def test_answers_are_what_generate_gives_one_by_one_and_calibrate_with_the_same_tokens(
     architecture: str, template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asking, "BATCH", 4)
+    monkeypatch.setattr(attention, "SCORES", 100)
     folder = write_model(tmp_path, architecture, template)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=20, quiet=True)
+    with mock.patch.object(attention, "_attend", wraps=attention._attend) as attend:
+        out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=20, quiet=True)
+    assert attend.called == (architecture == "gpt_oss")  # which would have the scores of all pairs in memory
     before, after = ("[user]", "</s>[assistant]") if template else ("", "\n")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     asked = random.Random(0).sample(PROMPTS, len(PROMPTS))
@@ -81,10 +86,8 @@ def test_answers_are_what_generate_gives_one_by_one_and_calibrate_with_the_same_
     for number, wanted in enumerate(expected):
         row, answer = rows[number]
         assert row[: len(wanted)] == wanted
-        assert (
-            answer.removesuffix("</s>")
-            == str(tokenizer.decode(wanted[len(given[number]) :])).removesuffix("</s>").strip()
-        )
+        words = str(tokenizer.decode(wanted[len(given[number]) :]))
+        assert answer.removesuffix("</s>") == words.removesuffix("</s>").strip()
     assert [("messages" in record) for record in records_of(out)] == [template is not None] * len(PROMPTS)
 
 
