@@ -1,6 +1,7 @@
 """Every tensor is on the device that computes, and the results are the CPU's; ``test_gpu.py`` says it of a GPU."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from safetensors.torch import load_file
 from support import families
 from support.families import Family
 from support.rounding import regression_rounding
+from torch.nn import functional
+from torch.nn.functional import scaled_dot_product_attention
 
+from mergekit_slta.checks.space import needs
 from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.levels import LEVELS
 
@@ -55,6 +59,11 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
 def test_a_merge_by_mergekit(method: str, llama: Family, tmp_path: Path) -> None:
     recipe = families.recipe(llama, method, calibration=method in ("slta", "featcal"))
     expected = load_file(families.merge(recipe, tmp_path / "host") / "model.safetensors")
-    with separate_device() as device:
+    attention = mock.patch.object(functional, "scaled_dot_product_attention", wraps=scaled_dot_product_attention)
+    with separate_device() as device, attention as attends:
         merged = families.merge(recipe, tmp_path / "device", device=device)
+        assert needs(families.experiment(recipe, device=device)).memory
+    # With it, and in float32, a GPU would have the scores of all pairs of tokens in memory.
+    shared = {call.args[0].device.type for call in attends.call_args_list if call.kwargs.get("enable_gqa")}
+    assert shared <= {"cpu"}  # where the model is traced
     assert_close(load_file(merged / "model.safetensors"), expected)

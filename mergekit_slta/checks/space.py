@@ -18,6 +18,7 @@ from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.featcal.merge import feature_merge_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.headers import Model, TensorHeader, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import (
@@ -95,7 +96,7 @@ def _running(experiment: Experiment) -> int:
     """The bytes that a method takes to run the models; prompts of a dataset count as ``max_tokens`` tokens."""
     recipe, models = experiment.recipe, len(experiment.recipe.experts) + 1
     settings = recipe.settings_of(CalibrationSettings)
-    decoder = replace(experiment.decoder, device=torch.device("cpu" if experiment.device == "cpu" else "cuda"))
+    decoder = on_device(experiment.decoder, experiment.device)
     drawn = {task: data.token_ids for (task, _), data in experiment.drawn.items()}
     tasks = [drawn.get(task) or [[0] * settings.max_tokens] * task.samples for task in recipe.tasks]
     if isinstance(settings, SltaSettings):

@@ -30,6 +30,7 @@ from typing import Any, Generic, TypeVar
 import click
 import torch
 from tqdm import tqdm
+from transformers.integrations import sdpa_attention
 
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
@@ -92,16 +93,18 @@ def exact_products() -> Iterator[None]:
     """Compute float32 products and convolutions exactly while the block runs: small changes of features need it.
 
     Torch rounds no factors to TF32, as it does on a GPU in convolutions by default and in products on demand, nor to
-    bfloat16, as it does on a CPU on demand.
+    bfloat16, as it does on a CPU on demand. Where heads share keys, these are repeated on a GPU: without that, torch's
+    attention in float32 has the scores of all pairs of tokens in memory there.
     """
     backends: Any = torch.backends
-    cuda, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
+    cuda, cudnn, mkldnn, shares = backends.cuda.matmul, backends.cudnn, backends.mkldnn, sdpa_attention.use_gqa_in_sdpa
     with contextlib.ExitStack() as changed:
 
         def change(owner: Any, name: str, value: object) -> None:
             changed.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
+        change(sdpa_attention, "use_gqa_in_sdpa", lambda mask, k, v: k.device.type == "cpu" and shares(mask, k, v))
         with contextlib.suppress(RuntimeError):  # it was set by torch's newer interface, which refuses to be mixed
             change(cudnn, "allow_tf32", False)
         if not hasattr(cuda, "fp32_precision"):  # a torch without the newer interface

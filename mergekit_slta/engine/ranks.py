@@ -97,6 +97,10 @@ def joined() -> Iterator[Ranks]:
     try:
         with contextlib.nullcontext() if ranks.first else silenced(logging.WARNING):
             yield ranks
+    except BaseException as error:
+        # After one rank's error nccl would wait here for the others, which wait for this one.
+        before |= not isinstance(error, click.exceptions.Exit)
+        raise
     finally:
         if dist.is_initialized() and not before:
             dist.destroy_process_group()

@@ -21,6 +21,7 @@ from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
+from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, require_calibration
@@ -248,7 +249,8 @@ def evaluate(
     refuse(f"The {clause}: compare only models with the base model's ids." for clause in moved)
     samples_of, device, quiet = list(groups.values()), experiment.device, experiment.quiet
     if not quiet:
-        click.echo(f"Memory: about {as_size(scoring_bytes(experiment.decoder, samples_of))}", err=True)
+        nbytes = scoring_bytes(on_device(experiment.decoder, device), samples_of)
+        click.echo(f"Memory: about {as_size(nbytes)}", err=True)
     scores = list[list[list[Score]]]()
     for number, (name, model) in enumerate(models.items(), 1):
         doing = f"Evaluating {name}, {number} of {len(models)} models"

@@ -19,7 +19,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta import files
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
-from mergekit_slta.engine.loop import progress_bar
+from mergekit_slta.engine.loop import exact_products, progress_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
@@ -123,6 +123,7 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
     with (
         progress_bar("Merging", [recipe.base], total, experiment.quiet or bars) as progress,
         method.merging(experiment, merge, progress),
+        exact_products(),
     ):
         # The last part of the folder's path is the card's title.
         stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)

@@ -138,7 +138,7 @@ class Checkpoint:
 
         def again(mixture_expert: int) -> torch.Tensor:
             self.refuse_changes()
-            return part(mixture_expert).to(device, torch.float32)
+            return part(mixture_expert).to(device).float()
 
         for mixture_expert in range(shape[0]):
             self._refuse_broken(name, part(mixture_expert))
