@@ -131,7 +131,6 @@ def examine(
 ) -> list[str]:
     """Run all checks of a recipe, first those of its text, and return notes; refuse with a sentence for each fault."""
     recipe, out = experiment.recipe, Path(out_path) if out_path is not None and merging else None
-    recipe.require_sound()
     checks: list[Callable[[], object]] = [
         *([partial(_more_than_a_copy, recipe)] if merging else []),
         partial(_check_models, experiment, out, merging),

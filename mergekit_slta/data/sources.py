@@ -59,7 +59,7 @@ class CalibrationData:
     answers: tuple[Span | None, ...]
     revision: str = ""  # of a dataset from the Hub: the commit, or "" if it is not known
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Hex digest of the token ids: per row its length and its ids, all as little-endian int64."""
         digest = hashlib.sha256()

@@ -29,14 +29,14 @@ class ActmatAnchor(Blend):
     Args:
         models: the base model, then the ``T`` experts.
         decoder: their common decoder; the linear maps of its layers are solved.
-        kappa: how much the base model's task counts; it is then an expert whose task vector is zero.
+        counts: how much each task counts: 1 for an expert's, and last kappa for the base model's if it has one, which
+            is then an expert whose task vector is zero.
     """
 
-    def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, kappa: float = 0.0) -> None:
-        super().__init__(models, torch.full((len(models) - 1,), 1 / (len(models) - 1 + kappa), dtype=torch.float64))
+    def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, counts: Sequence[float]) -> None:
+        super().__init__(models, torch.full((len(models) - 1,), 1 / sum(counts), dtype=torch.float64))
         self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
-        # How much each task counts: 1 for an expert's, and last kappa for the base model's if it has one.
-        self.counts = [1.0] * (len(models) - 1) + [kappa] * bool(kappa)
+        self.counts = counts
         self._layout = models[0].model.layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors[layer].values()]

@@ -62,21 +62,21 @@ def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     """Trace a layer once to see which maps receive the same tensor, and in which order."""
     built, names = decoder.layers[layer], decoder.layer_tensors[layer]
-    by_module: dict[str, list[LinearMap]] = {}
-    for linear_map in linear_maps(built):
+    every, by_module = linear_maps(built), dict[str, list[LinearMap]]()
+    for linear_map in every:
         by_module.setdefault(linear_map.module, []).append(linear_map)
     with torch.no_grad():
         run = decoder.run(layer, *made_up_layer(decoder, layer), inputs_of=by_module, outputs_of=by_module)
     groups: list[MapGroup] = []
     never_called = "not used by calling the module"
-    unsolved = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in linear_maps(built)}
-    unsolved |= {m.name: SHARED for m in linear_maps(built) if names[m.weight] in decoder.shared_tensors}
+    unsolved = {m.name: SOME_TOKENS if is_numbered(m.module) else never_called for m in every}
+    shared = {m.module for m in every if names[m.weight] in decoder.shared_tensors}
+    unsolved |= {m.name: SHARED for m in every if m.module in shared}
     previous: object = None
     for module in run.inputs:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(built.get_submodule(module))
-        shared = decoder.shared_tensors.intersection(names[m.weight] for m in maps)
-        if why := SHARED if shared else _unsolvable(maps, child, built, run):
+        if why := SHARED if module in shared else _unsolvable(maps, child, built, run):
             unsolved |= {m.name: why for m in maps}
             continue
         for linear_map in maps:
@@ -90,7 +90,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         else:
             groups.append(MapGroup(child, module, maps, outputs, fused))
         previous = same
-    known = {linear_map.weight for maps in by_module.values() for linear_map in maps}
+    known = {linear_map.weight for linear_map in every}
     unsolved |= {name: NO_ROUTES for name in expert_stacks(built) if name not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
     writers = find_writers(decoder, layer)

@@ -41,12 +41,13 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         head=head is not None,
     )
     partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
-    complete = len(partial.finished(len(decoder))) > len(decoder)  # with the output head's file
+    complete = partial.finished(len(decoder)) == {*range(len(decoder)), None}  # with the output head's file
     ranks.require_equal(complete, partial.folder)
     if not complete:
-        experiment.check_edges(experts=True)
+        with ranks.one_refusal():
+            experiment.check_edges(experts=True)
         models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
-        anchor = ActmatAnchor(models, decoder, experiment.recipe.keep_weight)
+        anchor = ActmatAnchor(models, decoder, [task.weight for task in experiment.recipe.tasks])
         ridge = None if settings.ridge == "auto" else settings.ridge
         merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
         merge.solve(experiment.quiet)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import SupportsIndex, Unpack
 
 from mergekit.merge import run_merge
+from mergekit.options import MergeOptions as StockOptions
 
 from mergekit_slta.host import patches  # noqa: F401 - mergekit's planning is replaced, also without start-up files
 from mergekit_slta.host.run import run
@@ -54,5 +55,5 @@ def merge(recipe: RecipeOrFile, out: str | os.PathLike[str], **options: Unpack[M
     if unknown := sorted(options.keys() - MergeOptions.__annotations__.keys()):
         raise TypeError(f"merge has no option {', '.join(unknown)}.")
     recipe, folder = loaded(recipe), Path(out).expanduser()
-    run(inspect.unwrap(run_merge), recipe.config, str(folder), plain(options), recipe.text)
+    run(inspect.unwrap(run_merge), recipe.config, str(folder), StockOptions(**plain(options)), recipe.text)
     return folder

@@ -170,7 +170,7 @@ class FeatcalMerge(Merge):
 
     spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
     _solved: SolvedModel
-    _keep_weight: float  # κ
+    _share: torch.Tensor  # of each expert, in tensors that are not solved
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Solve the merged model's tensors into the folder of finished layers."""
@@ -189,7 +189,8 @@ class FeatcalMerge(Merge):
 
             page = drift_page(errors, tasks, settings)
             self.page = page.write(Path(settings.report).expanduser(), "report.html")
-        self._solved, self._keep_weight = solved, experiment.recipe.keep_weight
+        count = sum(task.weight for task in experiment.recipe.tasks)
+        self._solved, self._share = solved, torch.tensor(1 / count, dtype=torch.float64)
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
         """Return the solved tensor; outside the layers, the base model's or the experts' average."""
@@ -200,8 +201,7 @@ class FeatcalMerge(Merge):
             return tensor.to(base.device, base.dtype)
         if stored not in self._solved.language:
             return base
-        equal = torch.tensor(1 / (len(group.non_base) + self._keep_weight))
-        return weighted_sum(base, [(entry.tensor, equal) for entry in group.non_base])
+        return weighted_sum(base, [(entry.tensor, self._share) for entry in group.non_base])
 
 
 # Methods without data

@@ -72,16 +72,8 @@ def install() -> None:
         setattr(owner, name, replacement)
 
 
-@replaces(merge, "run_merge", "merge_config", "out_path", "options", "config_source")
-def run_merge(
-    stock: Callable[..., None],
-    merge_config: MergeConfiguration,
-    out_path: str,
-    options: MergeOptions,
-    config_source: str | None = None,
-) -> None:
-    """Check a recipe and run its models before mergekit merges its tensors, and complete the output folder after."""
-    run(stock, merge_config, out_path, options.model_dump(), config_source)
+# To check a recipe and run its models before mergekit merges its tensors, and to complete the output folder after.
+replaces(merge, "run_merge", "merge_config", "out_path", "options", "config_source")(run)
 
 
 @replaces(MergeConfiguration, "referenced_models", "self")

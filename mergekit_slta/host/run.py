@@ -7,14 +7,14 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
 
 from mergekit_slta import files
 from mergekit_slta.checks import examine
@@ -48,38 +48,36 @@ def register() -> None:
 
 
 def run(
-    stock: Callable[..., None],
-    config: MergeConfiguration,
-    out: str,
-    options: Mapping[str, Any],
-    source: str | None = None,
+    stock: Callable[..., None],  # mergekit's ``run_merge``
+    merge_config: MergeConfiguration,
+    out_path: str,
+    options: MergeOptions,
+    config_source: str | None = None,  # the recipe's YAML, which mergekit copies to the folder
 ) -> None:
     """Merge a recipe of any method; one for mergekit's own methods is mergekit's affair.
 
     One merge runs at a time, and the loaders of an earlier one are forgotten: mergekit keeps them for the whole
     process, and they go on reading files that were replaced. Under torchrun all processes run the models, and the first
     one merges.
-
-    ``stock`` is mergekit's ``run_merge``, ``source`` the recipe's YAML, which mergekit copies to the folder.
     """
     with ONE_AT_A_TIME:
         LoaderCache.loaders.clear()
-        if config.merge_method not in METHODS:
+        if (name := merge_config.merge_method) not in METHODS:
             known = {method.spec.name for method in merge_methods.registered_methods()}
-            if config.merge_method not in known:
-                fix = suggestion(config.merge_method, known) or f": it knows {', '.join(sorted(known))}."
-                raise SltaError(f"mergekit does not know the merge_method '{config.merge_method}'{fix}")
-            stock(config, out, merge_options(options, config.dtype), source)
-            open_to_others(Path(out))
-            partial = Partial(Path(out) / PARTIAL_OF_MERGE)
+            if name not in known:
+                fix = suggestion(name, known) or f": it knows {', '.join(sorted(known))}."
+                raise SltaError(f"mergekit does not know the merge_method '{name}'{fix}")
+            stock(merge_config, out_path, merge_options(options.model_dump(), merge_config.dtype), config_source)
+            open_to_others(Path(out_path))
+            partial = Partial(Path(out_path) / PARTIAL_OF_MERGE)
             if partial.folder.parent.exists():  # of an earlier merge by one of our methods
-                card.renew_beside(Path(out), None)
+                card.renew_beside(Path(out_path), None)
                 partial.remove()
             return
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
-        recipe = Recipe.parse(source or config.to_yaml(), "The recipe", config)
+        recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
         with joined() as ranks, files_named("correct that and run the command again"):
-            _merge(stock, Experiment(recipe, ranks=ranks, **options), out)
+            _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out_path)
 
 
 def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
@@ -97,7 +95,7 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
         experiment.open()
         with ranks.one_refusal():
             if experiment.architecture is not None:
-                adapt_loaders(experiment.layout, experiment.base.model, [one.model for one in experiment.checkpoints])
+                adapt_loaders(experiment.layout, *(one.model for one in experiment.checkpoints))
             earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None
             if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
                 click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)

@@ -21,7 +21,7 @@ import transformers
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.maps import Heads, LinearMap
+from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import language_names
 
@@ -223,8 +223,6 @@ class LayerStructure:
     # The child whose output is all that the MLP branch reads, where the attention branch ends with a norm of the
     # residual stream; None where its contribution is added to the stream.
     boundary: str | None = None
-    # The heads of the attention, or why there are none to be told apart.
-    heads: Heads | str = "its branches cannot be told apart"
     # A linear map that is given rows of which nobody knows the samples; "" without one.
     of_some_tokens: str = ""
 

@@ -289,11 +289,8 @@ def find_structure(decoder: Decoder, layer: int) -> LayerStructure:
         whole = replace(structure, summands=trial.summands(reads[OUTPUT]))
         split = trial.split(reads, whole)
         structure = split if trial.confirms(split) else whole
-        if structure.branches:
-            structure = replace(structure, heads=find_heads(decoder, layer, structure))
     except ModelCodeError as error:
-        level = logging.INFO if structure.branches else logging.WARNING  # of heads their fallback tells
-        LOG.log(level, "Layers like this one are not split further, because its trace fails: %s", error)
+        LOG.warning("Layers like this one are not split further, because its trace fails: %s", error)
     return structure
 
 
@@ -445,7 +442,7 @@ class _Trial:
             if children & owners
         }
         boundary = boundary if len(branches) > 1 else None
-        return replace(whole, branches=branches, mixers=frozenset(first), boundary=boundary, heads=INSEPARABLE)
+        return replace(whole, branches=branches, mixers=frozenset(first), boundary=boundary)
 
 
 def ancestors(reads: Mapping[str, Nodes]) -> dict[str, set[str]]:
@@ -482,13 +479,24 @@ def _other(values: Any) -> Any:
 # Heads
 
 
-@torch.enable_grad()
-def find_heads(decoder: Decoder, layer: int, split: LayerStructure) -> Heads | str:
-    """The heads of a layer's attention, or why there are none to be told apart.
+@functools.lru_cache(maxsize=1)
+def heads_by_layer(decoder: Decoder) -> tuple[Heads | str, ...]:
+    """The heads of each layer's attention, or why there are none to be told apart."""
+    return of_each_layer(decoder, find_heads)
 
-    A ModelCodeError if the model's own code fails when its norms return what they are given.
-    """
-    kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(split.mixers)}
+
+@torch.enable_grad()
+def find_heads(decoder: Decoder, layer: int) -> Heads | str:
+    """The heads of a layer's attention, or why there are none to be told apart."""
+    try:
+        return _heads_of(decoder, layer, structures(decoder)[layer].mixers)
+    except ModelCodeError as error:  # as where the model's own code fails when its norms return what they are given
+        LOG.info("The heads of layers like layer %d are not known: %s", layer, error)
+        return INSEPARABLE
+
+
+def _heads_of(decoder: Decoder, layer: int, mixers: Nodes) -> Heads | str:
+    kinds = {name: type(decoder.layers[layer].get_submodule(name)).__name__ for name in sorted(mixers)}
     if not kinds:
         return "it mixes no tokens"
     others = [kind for kind in kinds.values() if "attention" not in kind.lower()]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -174,7 +174,7 @@ class AsTheBase(LazyTensorLoader):
         return self._layout.restore(key, lambda target, mixture_expert: self._stored.read(target, load, mixture_expert))
 
 
-def adapt_loaders(layout: Layout, base: Model, experts: Iterable[Model]) -> None:
+def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
     """Let mergekit find in each expert what the base model stores, as ``layout`` says; refuse a head that is lost."""
     wanted: Collection[str] = {*layout.pieces, *layout.outside}
     for expert in experts:

@@ -103,8 +103,11 @@ class Experiment:
             names = {*map(str, (reference, *parts))} - {part.path for part in parts}
             if folder := next(filter(os.path.isdir, names), ""):
                 raise SltaError(f"mergekit takes the name of the folder {folder} apart at '+' or '@': rename it.")
-            model = known or open_model(reference, options.trust_remote_code, options.transformers_cache)
-            self._models[reference] = dataclasses.replace(model, reference=reference)  # known: an adapter's base model
+            self._models[reference] = (
+                dataclasses.replace(known, reference=reference)  # the model that an adapter adapts
+                if known
+                else open_model(reference, options.trust_remote_code, options.transformers_cache)
+            )
         return self._models[reference]
 
     @cached_property

@@ -92,7 +92,7 @@ def statistics_of(
             partial.begin({"statistics": source}, ranks, replace=True)
         return statistics
     require_calibration(recipe)
-    data, names = experiment.load_data(recipe.tasks), [*recipe.names.values()]
+    data = experiment.load_data(recipe.tasks)
     own = file is not None and partial is None
     if file is not None and partial is None:
         partial = Partial(file.with_name(f"{file.name}.partial"))
@@ -100,7 +100,7 @@ def statistics_of(
         if partial is not None:
             identity = experiment.identity(data, levels=levels)
             partial.begin(identity, ranks, replace=not own, quiet=experiment.quiet)
-        statistics = _measured(experiment, names, data, levels, partial)
+        statistics = _measured(experiment, data, levels, partial)
         if file is not None and ranks.first:
             statistics.save(file)
         ranks.wait()
@@ -117,7 +117,6 @@ def solve_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def _measured(
     experiment: Experiment,
-    names: Sequence[str],
     data: Sequence[CalibrationData],
     levels: Sequence[str],
     partial: Partial | None,
@@ -130,6 +129,7 @@ def _measured(
         for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
     base, *experts = (model.fingerprint for model in experiment.checkpoints)
+    names = [*recipe.names.values()]
     coarser = tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level))
     for fallback in coarser:
         LOG.warning("%s", fallback)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.trace import structures
+from mergekit_slta.layers.trace import heads_by_layer, structures
 from mergekit_slta.levels import Fallback, head_part, parts_at, submodule_name
 
 
@@ -24,9 +24,10 @@ def layer_parts(decoder: Decoder, level: str, layer: int) -> Sequence[str]:
     split = structures(decoder)[layer]
     if level == "model":
         return []
-    heads = map(head_part, range(split.heads.count)) if isinstance(split.heads, Heads) else ()
+    heads = heads_by_layer(decoder)[layer] if level == "head_mlp" else ""
+    of_heads = map(head_part, range(heads.count)) if isinstance(heads, Heads) else ()
     maps = () if split.of_some_tokens else (linear_map.name for linear_map in linear_maps(decoder.layers[layer]))
-    return parts_at(level, [*split.branches, *heads, *maps])
+    return parts_at(level, [*split.branches, *of_heads, *maps])
 
 
 def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
@@ -47,6 +48,6 @@ def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | Non
         return None if linear_maps(decoder.layers[layer]) else ("layer", "it has no linear maps")
     if level in ("attn_mlp", "head_mlp") and not split.branches:
         return "layer", "its attention and MLP branches cannot be told apart"
-    if level == "head_mlp" and split.mixers and isinstance(split.heads, str):
-        return "attn_mlp", split.heads
+    if level == "head_mlp" and split.mixers and isinstance(heads := heads_by_layer(decoder)[layer], str):
+        return "attn_mlp", heads
     return None

@@ -11,7 +11,7 @@ import torch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.trace import structures
+from mergekit_slta.layers.trace import heads_by_layer, structures
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
@@ -107,7 +107,7 @@ class TensorWeights:
         """
         if branch in self._parts[layer]:
             return self._alpha(layer, branch)
-        heads = structures(self.decoder)[layer].heads
+        heads = heads_by_layer(self.decoder)[layer]
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output

@@ -260,7 +260,7 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
     """Beside the result, where a GPU holds all experts of a layer."""
     family = make_family(families.config_of("mixtral", num_local_experts=24))
     decoder = trace(family.config)
-    anchor = ActmatAnchor(families.checkpoints(family.folders), decoder)
+    anchor = ActmatAnchor(families.checkpoints(family.folders), decoder, [1.0] * len(family.experts))
     names = {name: full for name, full in decoder.layer_tensors[0].items() if name.endswith("experts.down_proj")}
     draw = torch.Generator().manual_seed(0)
     tensors = [{name: torch.randn(24, 400, 300, generator=draw) for name in names} for _ in family.folders]

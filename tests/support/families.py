@@ -552,7 +552,7 @@ def feature_merge(
     decoder, partial = trace(family.config, device=device), Partial(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
-    anchor = ActmatAnchor(models, decoder, keep_weight)
+    anchor = ActmatAnchor(models, decoder, [1.0] * len(family.experts) + [keep_weight] * bool(keep_weight))
     tasks = tasks or family.token_ids()
     weights = [torch.ones(len(row)) for samples in tasks for row in samples]
     head = None if tail_problem(decoder) else decoder.head
@@ -579,7 +579,7 @@ def actmat_state(family: Family) -> dict[str, torch.Tensor]:
     decoder, model = trace(family.config), family.model(0)
     layers = (decoder.layer_tensors[layer].values() for layer in range(len(decoder)))
     names = {name: name for name in [*decoder.edge_tensors, *itertools.chain(*layers)]}
-    anchor = ActmatAnchor(checkpoints(family.folders), decoder).read(names, decoder.model)
+    anchor = ActmatAnchor(checkpoints(family.folders), decoder, [1.0] * len(family.experts)).read(names, decoder.model)
     model.load_state_dict(anchor, strict=False)
     state: dict[str, torch.Tensor] = model.state_dict()  # names of the same tensor too
     return state
