@@ -42,7 +42,7 @@ class SubmoduleSolution:
     retained: torch.Tensor
     share: torch.Tensor  # [T] float64, ``expert_share``
     condition: float  # of A, scaled to a unit diagonal, over the eigenvalues that are not cut; NaN where A is zero
-    rank: int  # the number of these eigenvalues; below T the solution is the minimum-norm one
+    rank: int  # the number of these eigenvalues; below T the solution is that of least norm after the scaling
     # [T] bool, whether an expert changes the submodule's features on any sample of the experts' tasks that counts. If
     # not, its weight is zero because nothing is known of it, even where its task vector is not zero.
     measured: torch.Tensor
@@ -64,7 +64,7 @@ def solve(
 ) -> SubmoduleSolution:
     """Merging weights of one submodule from its per-sample Gram matrices (Eq. 12-14, 32-34).
 
-    Where A is singular they are the minimum-norm solution; see ``solve_semidefinite``.
+    Where A is singular they have the least norm, once A is scaled; see ``solve_semidefinite``.
     """
     means = task_means(grams, task, balance)
     changes = base_changes(grams, task, tokens)
@@ -218,10 +218,10 @@ def bootstrap_counts(task: torch.Tensor, repeats: int, seed: int) -> torch.Tenso
 
 
 def solve_semidefinite(matrix: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solve A x = b for positive semidefinite A [..., n, n] and b [..., n], with the least norm.
+    """Solve A x = b for positive semidefinite A [..., n, n] and b [..., n].
 
     A is scaled to a unit diagonal, its eigenvalues below ``EIGENVALUE_CUTOFF`` of the largest are cut, and the solution
-    is scaled back. Returns x and the eigenvalues, both [..., n]; those that were cut are zero.
+    of least norm is scaled back. Returns x and the eigenvalues, both [..., n]; those that were cut are zero.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(diagonal.dtype).tiny).rsqrt(), 0.0)

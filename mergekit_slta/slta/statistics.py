@@ -418,11 +418,12 @@ class Solution(Paragraphs):
                 f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
                 "nearly linearly dependent, so small changes of the prompts change the weights much: set a 'ridge'."
             )
-        if dependent := [name for name, solved in self.submodules.items() if solved.rank < len(self.models)]:
+        unknown = {name: s.rank < len(self.models) or not s.measured.all() for name, s in self.submodules.items()}
+        if dependent := [name for name, is_unknown in unknown.items() if is_unknown]:
             branch = "; one that changes nothing there takes its mean weight in the branch" * (self.level == "linear")
             notes.append(
                 f"In {len(dependent)} of {count} submodules ({dependent[0]} ...) experts are linearly dependent or "
-                f"change nothing: their weights are the minimum-norm solution{branch}."
+                f"change nothing: their weights are the smallest that fit{branch}."
             )
         return notes
 

@@ -155,6 +155,8 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     for axes, branch in ((attention, "attn"), (mlp, "mlp")):
         drawn = torch.tensor(axes.images[0].get_array()).T  # [layers, T]
         assert torch.equal(drawn, torch.stack([solution.alpha[f"layer.{layer}.{branch}"] for layer in range(2)]))
+    statistics.grams["layer.0.mlp"][:, 0] = statistics.grams["layer.0.mlp"][:, :, 0] = 0
+    assert "In 2 of 4 submodules" in statistics.solve(ridge=0.1).notes()[-1]  # though a ridge makes them solvable
 
 
 def test_standard_errors_stand_with_the_weights(statistics: Statistics) -> None:
