@@ -101,9 +101,8 @@ def test_float32_bears_the_smallest_ridge_of_a_recipe_however_wide_the_matrix_is
 ) -> None:
     """What τ minimizes is hardly more than the least; with a tenth of the ridge it is a hundred times as far off."""
     tasks = KINDS[kind](m, n)
-    least, reached = (
-        objective(change, tasks, ridge) for change in (dense_merge(tasks, ridge), merge_by_covariance(tasks, ridge))
-    )
+    changes = dense_merge(tasks, ridge), merge_by_covariance(tasks, ridge)
+    least, reached = (objective(change, tasks, ridge) for change in changes)
     assert reached <= (1 + error) * least
 
 

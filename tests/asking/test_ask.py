@@ -182,15 +182,13 @@ def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.Log
     nested = json.loads("[" * 900 + "]" * 900)
     records = [{"title": "x"}, {"prompt": "hi", "context": "x"}, {"messages": [SAID]}, {"prompt": "q" * 200}]
     records += [{"messages": [shown]}, {"messages": [ASKED | {"more": nested}]}]
-    out = slta.ask(
-        folder, tmp_path / "o.jsonl", write_jsonl(tmp_path / "a.jsonl", records), max_new_tokens=5, quiet=True
-    )
+    prompts = write_jsonl(tmp_path / "a.jsonl", records)
+    out = slta.ask(folder, tmp_path / "o.jsonl", prompts, max_new_tokens=5, quiet=True)
     assert len(records_of(out)) == 1
     (skipped,) = [message for message in caplog.messages if "kipped" in message]
     assert skipped.startswith("Skipped 5 prompts, the first because row ")
-    assert (
-        "The prompts leave out the field 'context': write it into the prompts if the model needs it." in caplog.messages
-    )
+    left_out = "The prompts leave out the field 'context': write it into the prompts if the model needs it."
+    assert left_out in caplog.messages
     with pytest.raises(slta.SltaError, match="row 1 has no prompt: its fields are title; name one of them 'prompt'"):
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "b.jsonl", records[:1]))
     with pytest.raises(slta.SltaError, match="row 1 leaves no room for an answer: lower max_new_tokens"):
@@ -206,10 +204,6 @@ def test_tools_are_asked_with_and_stay(tmp_path: Path) -> None:
     assert record["tools"] == tools and row[:5] == [*spelled("find"), BOS]
 
 
-class _Killed(BaseException):
-    pass
-
-
 def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,12 +215,12 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
 
     def counting(model: Any, rows: Any, limit: int) -> Any:
         if len(batches) == most:
-            raise _Killed
+            raise KeyboardInterrupt
         batches.append(len(rows))
         return produced(model, rows, limit)
 
     monkeypatch.setattr(asking, "_produced", counting)
-    with pytest.raises(_Killed):
+    with pytest.raises(KeyboardInterrupt):
         slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
     assert not out.exists()
     beside = tmp_path / "out.jsonl.partial"

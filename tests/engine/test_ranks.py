@@ -87,9 +87,7 @@ def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
     done = command_together(forks, 2, "linearity", recipe, "-o", together, *options)
     assert done.returncode == 0, done.stderr
     expected, found = ((folder / "linearity.json").read_text() for folder in (alone, together))
-    nearly = json.loads(
-        expected, parse_float=lambda number: pytest.approx(float(number), abs=distance_rounding(1 / STEPS))
-    )
+    nearly = json.loads(expected, parse_float=lambda n: pytest.approx(float(n), abs=distance_rounding(1 / STEPS)))
     assert json.loads(found) == nearly
 
 

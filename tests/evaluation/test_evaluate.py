@@ -92,9 +92,8 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
 
 def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
     experts = dict(zip(map(str, paired.experts[:1]), paired.data[:1], strict=True))
-    content = families.recipe_of(
-        paired.base, {**experts, str(paired.base): paired.data[1]}, samples=SAMPLES, max_tokens=24, level="layer"
-    )
+    sources = {**experts, str(paired.base): paired.data[1]}
+    content = families.recipe_of(paired.base, sources, samples=SAMPLES, max_tokens=24, level="layer")
     outs = [paired.experts[0], paired.base, paired.experts[1]]
     found = evaluate(content, outs, samples=4, quiet=True)
     whole = evaluate(recipe_of(paired), paired.experts[0], samples=4, quiet=True).tasks["expert1"].scores
@@ -369,9 +368,8 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
     plain = {str(expert): {"calibration": str(data)} for expert, data in zip(paired.experts, paired.data, strict=True)}
     first = str(paired.experts[0])
     tested = {**plain, first: plain[first] | {"evaluation": str(test_data)}}
-    content, without = (
-        families.recipe_of(paired.base, experts, samples=SAMPLES, max_tokens=24) for experts in (tested, plain)
-    )
+    settings: dict[str, Any] = {"samples": SAMPLES, "max_tokens": 24}
+    content, without = (families.recipe_of(paired.base, experts, **settings) for experts in (tested, plain))
     found = evaluate(content, paired.experts[1], quiet=True)
     assert [task.prompts for task in found.tasks.values()] == [len(others), RECORDS - SAMPLES]
     assert found.tasks["expert1"] == evaluate(without, paired.experts[1], quiet=True).tasks["expert1"]

@@ -33,9 +33,8 @@ def test_pooled_values_are_those_of_all_numbers() -> None:
 
 
 def test_settings_are_the_papers() -> None:
-    way, pair, triple = (
-        study.settings for study in (path_study(1, 3), merge_study((0, 2), 3), merge_study((0, 1, 2), 3))
-    )
+    studies = path_study(1, 3), merge_study((0, 2), 3), merge_study((0, 1, 2), 3)
+    way, pair, triple = (study.settings for study in studies)
     assert torch.equal(way[:, 1], torch.arange(1, 11).double() / 10)
     assert not way[:, [0, 2]].any() and not pair[:, 1].any()
     for settings, experts, weights in ((pair, 2, [0.2, 0.4, 0.6, 0.8, 1.0]), (triple, 3, [0.3, 0.5, 0.7])):

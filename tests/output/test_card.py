@@ -42,9 +42,8 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
     assert card.data.to_dict() == {"library_name": "transformers", "tags": tags}
     text = card.text
     assert "This is a merge of pre-trained language models" in text  # mergekit's own part
-    assert (
-        "Merged with [SLTA](https://arxiv.org/abs/2504.10902) (`merge_method: slta`): every submodule gets one" in text
-    )
+    method = "[SLTA](https://arxiv.org/abs/2504.10902) (`merge_method: slta`)"
+    assert f"Merged with {method}: every submodule gets one" in text
     statistics = Statistics.load(merged / "mergekit-slta" / "statistics.safetensors")
     solution = statistics.solve()
     for index, line in enumerate(line for line in text.splitlines() if line.startswith("| Expert")):

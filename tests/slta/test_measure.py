@@ -159,10 +159,7 @@ def test_a_subset_fits_by_its_prompts_whatever_the_number_of_the_others(llama: F
 def test_other_copies_of_the_same_models_fit_and_lend_their_names(
     no_measuring: None, llama: Family, path: Path, tmp_path: Path
 ) -> None:
-    """As when an author measured local folders, and a user has the Hub's: cards name the models as the user does.
-
-    Where folders have one name, as of a training's checkpoints, they get numbers.
-    """
+    """As when an author measured local folders: cards name models as the user does, and number folders of one name."""
     folders = [sharded(folder, tmp_path / f"{index}" / "copy") for index, folder in enumerate(llama.folders)]
     for folder in folders:
         families.write_tokenizer(folder)

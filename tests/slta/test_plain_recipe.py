@@ -112,9 +112,8 @@ skeleton = functools.cache(families.skeleton)
 
 def mergekit_weight(setting: Any, tensor: PlannedTensor, layers: int) -> float:
     """The weight that mergekit takes for a tensor, planned at the depth that it plans it."""
-    recipe = MergeConfiguration.model_validate(
-        {"merge_method": "task_arithmetic", "models": [{"model": "a", "parameters": {"weight": setting}}]}
-    )
+    entry = {"model": "a", "parameters": {"weight": setting}}
+    recipe = MergeConfiguration.model_validate({"merge_method": "task_arithmetic", "models": [entry]})
     assert recipe.models is not None and recipe.models[0].parameters is not None
     t = 0.0 if tensor.layer is None else tensor.layer / (layers - 1) if layers > 1 else 1.0
     return float(evaluate_setting(tensor.name, recipe.models[0].parameters["weight"], t, validate=float))
