@@ -28,7 +28,7 @@ from mergekit_slta.featcal.groups import groups_by_layer
 from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, loaded, plain, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, loaded, plain, published_names, require_calibration
 from mergekit_slta.recipe.settings import (
     ActmatSettings,
     CalibrationSettings,
@@ -215,6 +215,8 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
         checks.append(partial(space.require_writable, f"The statistics file {file}", file))
     if file is not None and measured and isinstance(settings, SltaSettings):
         checks.append(lambda: Statistics.load(file).submodules(settings.level))  # the run compares all else
+    if isinstance(settings, SltaSettings) and not measured:
+        checks.append(partial(published_names, recipe))
     all_of(checks)
     experiment.load_data([task for task in tasks if _is_seen(experiment, task)])
 

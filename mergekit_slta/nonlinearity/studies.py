@@ -26,7 +26,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import RecipeOrFile, require_calibration
+from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
 from mergekit_slta.slta.submodules import submodules
 
 DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
@@ -183,13 +183,13 @@ def linearity(
         options: see ``Options``.
 
     Raises:
-        SltaError: an expert has no usable calibration data, a level does not apply to the models, or one prompt does
-            not fit into memory.
+        SltaError: an expert has no usable calibration data, two models have the same name, a level does not apply to
+            the models, or one prompt does not fit into memory.
     """
     samples, experiment = whole_number("samples", samples), opened(recipe, options)
     chosen = [levels] if isinstance(levels, str) else levels or DEFAULT_LEVELS
     require_calibration(experiment.recipe)
-    _, *names = experiment.recipe.names.values()
+    _, *names = published_names(experiment.recipe)
     experiment.require_levels(chosen)
     models, studies = experiment.checkpoints, plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]

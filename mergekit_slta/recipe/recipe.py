@@ -258,6 +258,14 @@ def published_name(reference: ModelReference) -> str:
     return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 
 
+def published_names(recipe: Recipe) -> list[str]:
+    """The models' names for the statistics, without numbers; an SltaError if two models have the same."""
+    names = [published_name(reference) for reference in recipe.references]
+    if len(set(names)) < len(names):
+        raise SltaError(f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder.")
+    return names
+
+
 EQUAL_DATA = "because with equal data every merging weight of slta is one over the number of experts"
 
 

@@ -22,7 +22,7 @@ from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_names, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
 from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.statistics import Statistics
@@ -92,7 +92,7 @@ def statistics_of(
             partial.begin({"statistics": source}, ranks, replace=True)
         return statistics
     require_calibration(recipe)
-    data = experiment.load_data(recipe.tasks)
+    data, names = experiment.load_data(recipe.tasks), published_names(recipe)
     own = file is not None and partial is None
     if file is not None and partial is None:
         partial = Partial(file.with_name(f"{file.name}.partial"))
@@ -100,7 +100,7 @@ def statistics_of(
         if partial is not None:
             identity = experiment.identity(data, levels=levels)
             partial.begin(identity, ranks, replace=not own, quiet=experiment.quiet)
-        statistics = _measured(experiment, data, levels, partial)
+        statistics = _measured(experiment, names, data, levels, partial)
         if file is not None and ranks.first:
             statistics.save(file)
         ranks.wait()
@@ -117,6 +117,7 @@ def solve_arguments(recipe: Recipe) -> dict[str, Any]:
 
 def _measured(
     experiment: Experiment,
+    names: Sequence[str],
     data: Sequence[CalibrationData],
     levels: Sequence[str],
     partial: Partial | None,
@@ -129,7 +130,6 @@ def _measured(
         for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
     base, *experts = (model.fingerprint for model in experiment.checkpoints)
-    names = [*recipe.names.values()]
     coarser = tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level))
     for fallback in coarser:
         LOG.warning("%s", fallback)
