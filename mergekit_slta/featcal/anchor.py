@@ -14,7 +14,7 @@ import torch
 from mergekit_slta.actmat.covariance import covariance, merged_vector
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import MAPS, LinearMap, Role, tensor_roles
-from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors, blend
+from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors, blend, task_vector
 from mergekit_slta.numerics.symmetric import add_ridge
 from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
 
@@ -24,16 +24,14 @@ RIDGE_OF_ADAPTERS = 0.3
 
 
 class ActmatAnchor(Blend):
-    """The experts' average, with linear maps solved as ``actmat`` solves them: each matrix that the base model stores.
+    """The experts' average, with linear maps solved as by ``actmat``: each matrix that the base model stores."""
 
-    Args:
-        models: the base model, then the ``T`` experts.
-        decoder: their common decoder; the linear maps of its layers are solved.
-        counts: how much each task counts: 1 for an expert's, and last kappa for the base model's if it has one, which
-            is then an expert whose task vector is zero.
-    """
-
-    def __init__(self, models: Sequence[Checkpoint], decoder: Decoder, counts: Sequence[float]) -> None:
+    def __init__(
+        self,
+        models: Sequence[Checkpoint],  # the base model, then the ``T`` experts
+        decoder: Decoder,  # the linear maps of its layers are solved
+        counts: Sequence[float],  # of each task: 1 for an expert's, and last kappa for the base model's if it has one
+    ) -> None:
         super().__init__(models, torch.full((len(models) - 1,), 1 / sum(counts), dtype=torch.float64))
         self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
         self.counts = counts
@@ -76,7 +74,7 @@ class ActmatAnchor(Blend):
 
     def _solved(self, role: Role, models: Sequence[torch.Tensor]) -> torch.Tensor:
         base, *experts = models
-        task_vectors = [tensor - base for tensor in (*experts, base)][: len(self.counts)]
+        task_vectors = [task_vector(tensor, base) for tensor in (*experts, base)][: len(self.counts)]
         return base + merged_vector(role, task_vectors, self._ridge, self.counts).to(base.dtype)
 
     def prior(self, maps: Sequence[LinearMap], base: Tensors, owners: Sequence[Tensors]) -> torch.Tensor | None:
@@ -84,7 +82,9 @@ class ActmatAnchor(Blend):
 
         From the tensors of the base model, and of each task's own model; None where no expert has changed a map.
         """
-        changes = ([m.matrix(owner) - m.matrix(base) for owner in owners if owner is not base] for m in maps)
+        changes = (
+            [task_vector(m.matrix(owner), m.matrix(base)) for owner in owners if owner is not base] for m in maps
+        )
         total = sum(sum(map(covariance, task_matrices)) for task_matrices in changes)
         if not isinstance(total, torch.Tensor) or not total.any():
             return None

@@ -137,10 +137,9 @@ class FeatureMerge(LayerMethod[Tensors]):
         self.owners = self.owners_of(self.models)
         # Of each token its sample's place among its task's, by their tokens: the order of a draw chooses no ridge.
         self.places: list[torch.Tensor] = []
-        for samples in self.tasks:
-            ordered = sorted(range(len(samples)), key=lambda number: [*samples[number]])
-            places = {number: place for place, number in enumerate(ordered)}
-            self.places += [torch.full((len(row),), places[number]) for number, row in enumerate(samples)]
+        for samples in self.tasks:  # equal ones share a place, and with it a half
+            places = {row: place for place, row in enumerate(sorted({*map(tuple, samples)}))}
+            self.places += [torch.full((len(row),), places[tuple(row)]) for row in samples]
         self.maps = groups_by_layer(self.decoder)
 
     @property

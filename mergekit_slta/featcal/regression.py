@@ -313,7 +313,8 @@ def hold_of(diagonal: torch.Tensor, prior: torch.Tensor | None) -> tuple[torch.T
     """H in units of its strength, from the diagonal of A [d_in]: its shape [d_in], and H [d_in, d_in].
 
     The shape is the diagonal that H has without a prior; where there is none, H is returned as its diagonal. A
-    dimension that is always zero is held apart from the others, so that its change is zero.
+    dimension that is always zero is held apart from the others, so that its change is zero, but where there is a prior
+    and H does not follow A's diagonal: the prior says then how it changes with the others.
     """
     shape = diagonal if diagonal.mean() > MASSIVE * diagonal.median() else torch.ones_like(diagonal)
     if prior is None:

@@ -25,7 +25,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.solution import SolvedModel, solve_model
 from mergekit_slta.layers.maps import Role, dotted_tails, model_roles, role_by_shape, turned
-from mergekit_slta.models.checkpoint import is_finite, weighted_sum
+from mergekit_slta.models.checkpoint import is_finite, task_vector, weighted_sum
 from mergekit_slta.models.headers import exempt_types
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
@@ -301,10 +301,10 @@ class SftmMerge(DataFreeMerge):
 def task_vectors_of(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.Tensor]:
     """Each expert's task vector, its tensor minus the base model's ``start``, in ``start``'s dtype, if it is finite."""
     for entry in group.non_base:
-        task_vector = entry.tensor.to(start.dtype).sub(start)
-        if not is_finite(task_vector, task_vector.dtype):
+        change = task_vector(entry.tensor.to(start.dtype), start)
+        if not is_finite(change, change.dtype):
             raise not_finite(group, start.dtype)
-        yield task_vector
+        yield change
 
 
 def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:

@@ -219,6 +219,13 @@ def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
 # theta_0 + sum_t alpha_t tau_t: tensors of the base model plus weighted task vectors tau_t = theta_t - theta_0
 
 
+def task_vector(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """τ_t; zero where the expert has the base model's tensor, rounded to 16 bits: nobody has trained it."""
+    halves = (torch.float16, torch.bfloat16)
+    is_rounded = any(torch.equal(base.to(half).to(base.dtype), tensor) for half in halves)
+    return torch.zeros_like(base) if is_rounded else tensor - base
+
+
 def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """The base tensor plus the weighted task vectors, as (1 - sum alpha) theta_0 + sum alpha theta_t.
 

@@ -12,6 +12,7 @@ from support.rounding import rounding
 from mergekit_slta.featcal.groups import find_groups, groups_by_layer, in_words
 from mergekit_slta.layers.decoder import INPUT, Writer
 from mergekit_slta.layers.maps import linear_maps
+from mergekit_slta.layers.trace import trace
 
 ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODAL)
 
@@ -58,6 +59,12 @@ def test_a_mixture_of_another_layout_keeps_its_experts_and_its_router() -> None:
         f"{', '.join(sorted(routers))} (that choose a mixture's routed experts); "
         f"{', '.join(stacks)} (that compute all routed experts together: which tokens each expert gets is not known)"
     )
+
+
+def test_the_factors_of_a_shared_expert_are_no_routers() -> None:
+    config = families.config_of("qwen3_5_moe")
+    config.text_config.shared_expert_intermediate_size = config.text_config.num_experts  # as in Qwen3-Next
+    assert [*find_groups(trace(config), 1).unsolved] == ["mlp.gate"]
 
 
 def test_a_matrix_of_several_blocks_that_each_have_their_own_input_is_kept() -> None:

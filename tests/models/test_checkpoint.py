@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.trace import trace
+from mergekit_slta.models.checkpoint import task_vector
 from mergekit_slta.models.layout import meta_model
 
 ATTENTION = "model.layers.1.self_attn.q_proj.weight"
@@ -20,6 +21,13 @@ ATTENTION = "model.layers.1.self_attn.q_proj.weight"
 
 def built(folder: Path) -> PreTrainedModel:
     return meta_model(AutoConfig.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_what_was_rounded_alone_is_no_change(half: torch.dtype) -> None:
+    """As a frozen matrix that was saved in another type; normalized, its rounding would count as a task."""
+    base = torch.randn(3, 4)
+    assert not task_vector(base.to(half).float(), base).any() and task_vector(base.to(half).float() + 1, base).all()
 
 
 @pytest.mark.parametrize("layout", [sharded, pickled, pickled_as_before, pickled_shards])
