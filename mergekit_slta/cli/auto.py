@@ -153,26 +153,29 @@ class Run:
 
     def take(self, step: Step, without: Collection[str] = ()) -> None:
         """Run a step, unless it is done; words of its command may be left out."""
-        done, is_recipe = self.is_done(step), step.command[0] == "new"
+        done, is_recipe, mark = self.is_done(step), step.command[0] == "new", step.mark  # before a run: it takes time
         words = [word for word in step.command if word not in without] + [*self._plan.options] * (not is_recipe)
         into = f" > {shlex.quote(str(step.output))}" if is_recipe else ""
         self.say(f"$ {shlex.join(['mergekit-slta', *words])}{into}{'   # done before' * done}")
         if done:
             return
         step.output.parent.mkdir(parents=True, exist_ok=True)
-        if step.command[0] == "ask":
-            step.output.unlink(missing_ok=True)  # of other inputs: `ask` replaces no file
+        if step.command[0] == "ask" and step.output.exists():  # of other inputs: `ask` replaces no file
+            self._set_aside(step.output)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             self._run(words)
         if is_recipe:
             earlier, text = step.output, printed.getvalue().encode()
             if earlier.exists() and earlier.read_bytes() != text:  # it may have been edited
-                self.say(f"{earlier} is written anew; the earlier one is now {earlier.replace(f'{earlier}.old')}.")
+                self._set_aside(earlier)
             files.write(step.output, text)
         else:
             self.say(printed.getvalue(), quiet=True)
-        self._marks[str(step.output)] = step.mark
+        self._marks[str(step.output)] = mark
         files.write(self._steps, json.dumps(self._marks, indent=1).encode())
+
+    def _set_aside(self, file: Path) -> None:
+        self.say(f"{file} is written anew; the earlier one is now {file.replace(f'{file}.old')}.")
 
     def say(self, line: str, quiet: bool = False) -> None:
         """Add a line to the log, and print it unless ``quiet``."""
@@ -191,7 +194,9 @@ class Run:
         plan = self._plan
         for step in (*plan.recipes.values(), *plan.answers.values()):
             self.take(step)
-        for name, step in plan.merges.items() if not self.is_done(plan.scores) else ():
+        for name, step in plan.merges.items():
+            if name != MERGE and self.is_done(plan.scores):
+                continue
             try:
                 self.take(step)
             except Exception as error:
@@ -199,7 +204,7 @@ class Run:
                     raise
                 self.say(f"{name} failed and is left out ({one_line(error)}). To try again, delete {SCORES}.")
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
-        judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()).tasks, plan)
+        judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
         for name, step in plan.merges.items():
             if not keep and name not in (MERGE, judged.best):
                 shutil.rmtree(step.output, ignore_errors=True)
@@ -217,18 +222,18 @@ class Verdict(NamedTuple):
     best: str  # the merge to take
 
 
-def verdict(tasks: Mapping[str, TaskComparison], plan: Plan) -> Verdict:
+def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     """Judge the merges by the tasks' scores.
 
     Of two models, one is better by more than chance if the 95 % interval of the paired difference, the mean over the
     tasks, is above zero.
     """
-    every = list(tasks.values())
+    tasks, every = comparison.tasks, list(comparison.tasks.values())
     rivals = [name for name in plan.merges if name in every[0].points and name != MERGE]
     rival = max(rivals, key=lambda name: sum(task.mean(name) for task in every), default="")
     ahead, error = lead(every, MERGE, rival) if rival else (1.0, 0.0)
-    better, lines = ahead > error, [_sentence(title, task) for title, task in tasks.items()]
-    if BASE not in tasks:
+    better, lines = ahead > error, [*comparison.lacking, *(_sentence(title, task) for title, task in tasks.items())]
+    if BASE not in [*tasks, *comparison.unscored]:
         lines.append("What it retains of the base model was not measured: there were no prompts for that.")
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"no better than {rival}"
@@ -247,15 +252,17 @@ def _sentence(title: str, task: TaskComparison) -> str:
     """What the merge gives of a task, with its 95 % interval, and what the task's own model gives."""
     own, number, share = own_model(title), len(task.points[MERGE]), task.mean(MERGE)
     low, high = map(as_score, interval(share, number))
-    of = f"{number} short answers" if task.short_answers >= FEW else f"tokens of {number} answers"
-    known = f"({low} to {high}; {own} {as_score(task.mean(own))})"
+    counts = task.short_answers >= FEW  # tokens of one answer are not independent
+    of = f"{number} short answers" if counts else f"tokens of {number} answers"
+    known = f"({f'{low} to {high}; ' * counts}{own} {as_score(task.mean(own))})"
     return f"{MERGE} gives, of the {of} of {'the ' * (title == BASE)}{title}: {as_score(share)} {known}."
 
 
 def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[float, float]:
     """How many more points one model has than another, the mean over tasks, and half of the 95 % interval."""
     pairs = [[a - b for a, b in zip(task.points[first], task.points[second], strict=True)] for task in tasks]
-    error = sum(variance(pair) / len(pair) if len(pair) > 1 else 1.0 for pair in pairs) ** 0.5 / len(pairs)
+    # With one more point won and one more lost, or few prompts would seem to decide (Bonett and Price, 2012).
+    error = sum(variance([*pair, 1.0, -1.0]) / (len(pair) + 2) for pair in pairs) ** 0.5 / len(pairs)
     return fmean(map(fmean, pairs)), Z * error
 
 
@@ -264,15 +271,15 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     for title in (title for title in tasks if title != BASE and len(plan.experts) > 1):
         ahead, error = lead([tasks[title]], own_model(title), BASE)
         if ahead <= error:
-            why = "which is no better than the base model on its own prompts"
-            return f"leave {title} out, {why}: give the same command without it, for another folder"
+            why = "which is no better than the base model by more than chance"
+            return f"leave {title} out, {why}, or give more of its prompts: the same command, for another folder"
     publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
     if best != MERGE:
-        return f"take {best}, since {MERGE} is no better here: {publish}"
+        return f"take {best}, since {MERGE} is not better by more than chance, or give more prompts: {publish}"
     shares = {title: task.mean(MERGE) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
-        return f"publish it, since on every task it gives {ENOUGH} of what that task's own model gives: {publish}"
+        return f"publish it, since each task keeps {ENOUGH} or more of what its own model gives: {publish}"
     edit = f"in {plan.recipes[MERGE].output}, and give the same command again"
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what it gives"

@@ -129,6 +129,7 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     """
     from mergekit_slta.cli import auto as automatic
 
+    folder = folder.expanduser()  # as a shell does, but not behind '='
     if any("+" in expert for expert in experts) and not options["lora_merge_cache"]:
         options["lora_merge_cache"] = str(folder / "adapters")
 

@@ -229,7 +229,7 @@ def evaluate(
         )
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
-    experiment.load_data(experts)  # refuses the same data twice
+    experiment.load_data(experiment.recipe.tasks)  # refuses the same data twice, and tells what the merge has seen
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     recipes = [*_calibrated(folders)]

@@ -103,11 +103,8 @@ class Experiment:
             names = {*map(str, (reference, *parts))} - {part.path for part in parts}
             if folder := next(filter(os.path.isdir, names), ""):
                 raise SltaError(f"mergekit takes the name of the folder {folder} apart at '+' or '@': rename it.")
-            self._models[reference] = (
-                dataclasses.replace(known, reference=reference)  # the model that an adapter adapts
-                if known
-                else open_model(reference, options.trust_remote_code, options.transformers_cache)
-            )
+            model = known or open_model(reference, options.trust_remote_code, options.transformers_cache)
+            self._models[reference] = dataclasses.replace(model, reference=reference)  # known: an adapter's base model
         return self._models[reference]
 
     @cached_property
@@ -267,12 +264,12 @@ class Experiment:
         return drawn
 
     def held_out(self, task: Task, count: int, merges: Sequence[Recipe] = ()) -> CalibrationData:
-        """``count`` records of the task that are no calibration samples, of the recipe or of those of other merges.
+        """``count`` records of the task that are no calibration samples of any task, here or in other merges.
 
         They are of the task's ``evaluation`` source if it has one. A record is left out because of its tokens: the
         merges may name other files that hold it, too.
         """
-        used = [self.draw(task)]
+        used = [self.draw(task), *self.drawn.values()]
         keys = {source_key(source) for source in (task.calibration, task.evaluation) if source}
         for recipe in merges:
             for other in recipe.tasks:

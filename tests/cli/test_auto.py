@@ -14,7 +14,7 @@ from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
 from mergekit_slta.errors import SltaError
-from mergekit_slta.evaluation.evaluate import TaskComparison
+from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison
 from mergekit_slta.words import as_score
 
 
@@ -56,8 +56,10 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
 
     made = stamps(Path("out"))
     again = run(*words)
-    assert again.stdout == first.stdout and again.stderr.count("# done before") == 5
+    assert again.stdout == first.stdout and again.stderr.count("# done before") == 6
     assert stamps(Path("out")) == made
+    shutil.rmtree("out/merged/featcal")
+    assert run(*words).stdout == first.stdout and Path("out/merged/featcal/config.json").exists()
 
     with models.calibration["sums"].open("a") as file:
         file.write('{"text": "1a+1a=2a\\n"}\n')
@@ -174,7 +176,7 @@ def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = 
     own = {"expert a": points(1), "base model": points(0), "featcal": points(task), "task_arithmetic-0.5": points(0.1)}
     of_base = own | {"base model": points(1), "featcal": points(keep), "expert a": points(0)}
     tasks = {"a": compared(own), "base model": compared(of_base)}
-    return auto.verdict(tasks, auto.Plan("base", ["a"], Path("out"), calibration)).lines[-1]
+    return auto.verdict(Comparison(tasks), auto.Plan("base", ["a"], Path("out"), calibration)).lines[-1]
 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
@@ -185,8 +187,8 @@ def test_the_next_step_follows_from_the_numbers() -> None:
 
 
 def test_a_lead_is_of_paired_prompts() -> None:
-    """Ten prompts of forty that only one model answers: 0.25, whose interval is Z sqrt(var / n)."""
+    """Ten prompts of forty that only one model answers, and for the interval one more that each alone answers."""
     task = compared({"featcal": [1.0] * 30 + [0.0] * 10, "base model": [1.0] * 20 + [0.0] * 20})
     ahead, error = auto.lead([task], "featcal", "base model")
-    assert ahead == 0.25 and error == pytest.approx(auto.Z * (0.25 * 0.75 * 40 / 39 / 40) ** 0.5, abs=IN_FLOAT64)
+    assert ahead == 0.25 and error == pytest.approx(auto.Z * ((12 - 100 / 42) / 41 / 42) ** 0.5, abs=IN_FLOAT64)
     assert auto.lead([task, task], "featcal", "base model")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)

@@ -347,6 +347,14 @@ def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(
         assert len(used) > SAMPLES and tasks[f"expert{index}"].prompts == RECORDS - len(used)
 
 
+def test_what_another_task_has_calibrated_is_not_held_out(paired: Family) -> None:
+    with paired.data[0].open("a") as file:
+        file.write("\n" + paired.data[1].read_text())
+    experiment = families.experiment(recipe_of(paired).content)
+    used = {row for data in experiment.load_data(experiment.recipe.tasks) for row in data.token_ids}
+    assert used.isdisjoint(experiment.held_out(experiment.recipe.tasks[0], 2 * RECORDS).token_ids)
+
+
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:
     lines = paired.data[1].read_text().splitlines()
     paired.data[1].write_text("\n".join(lines[:SAMPLES]))
