@@ -215,11 +215,13 @@ def other_base(model: Model, cache_dir: str | None) -> Iterator[str]:
 
 def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     """The paths of a model's embedding and head, if they are one tensor and an adapter changes one of them alone."""
-    tied = getattr(model.text_config, "tie_word_embeddings", False)
-    if model.built is None or not tied or settings.get("ensure_weight_tying"):
+    if model.built is None or settings.get("ensure_weight_tying"):
+        return []
+    embedding, head = model.built.get_input_embeddings(), model.built.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
         return []
     paths = {module: path for path, module in model.built.named_modules()}
-    ends = [paths[end] for end in (model.built.get_input_embeddings(), model.built.get_output_embeddings()) if end]
+    ends = [paths[embedding], paths[head]]
     targets, saved = set(map(target_of, names_in(model.built, tensors).values())), settings.get("modules_to_save")
 
     def is_changed(path: str) -> bool:

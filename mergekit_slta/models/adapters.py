@@ -75,8 +75,9 @@ def merge_adapter(
         shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
         try:
             loader = get_auto_cls(self.config(trust_remote_code).architectures[0])
-            how = {"revision": self.model.revision, "dtype": dtype_from_name(lora_merge_dtype)}
-            model = loader.from_pretrained(self.model.path, trust_remote_code=trust_remote_code, **how)
+            how = {"revision": self.model.revision, "cache_dir": LoaderCache().hf_cache_dir}
+            how |= {"dtype": dtype_from_name(lora_merge_dtype), "trust_remote_code": trust_remote_code}
+            model = loader.from_pretrained(self.model.path, **how)
             with_adapter(model, self, adapter, peft.load_peft_weights(str(adapter), device="cpu")).save_pretrained(part)
             os.replace(part, folder)
         finally:

@@ -32,7 +32,7 @@ INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # no
 HEADING = "## How this model was made"
 SCORES = "## Scores on held-out prompts"
 SHOWN = 12  # characters of a commit
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,9 @@ def publish(
     try:
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)
+        weights = [name for name in api.list_repo_files(repository) if fnmatch(name, "model*.safetensors*")]
+        if stale := [name for name in weights if name not in contents]:
+            raise SltaError(f"{repository} has {listed(stale)}, which programs would load: delete it there first.")
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.HUB_ERRORS, RuntimeError) as error:
         raise hub.refused(f"{repository} cannot be published: ", error) from error

@@ -42,7 +42,7 @@ class Verification:
     def __str__(self) -> str:
         heading = f"{counted(len(self.problems), 'problem')} found, {self.tensors} tensors read."
         if not self.problems:
-            heading = f"Nothing is wrong with the names, shapes, data types and values of {self.tensors} tensors. "
+            heading = f"Nothing is wrong with the names, shapes, types and sampled values of {self.tensors} tensors. "
             heading += "transformers loads the folder, which has all tensors of the model."
         return "\n".join([heading, *(f"- {printable(each)}" for each in self.problems), *map(as_note, self.notes)])
 

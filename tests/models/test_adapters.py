@@ -181,6 +181,7 @@ def test_the_recipes_type_decides_what_an_adapter_is_merged_in(
 Of = tuple[str, dict[str, Any]]  # the architecture of a base model, and entries of its configuration
 PLAIN: Of = ("llama", {})
 TIED: Of = ("llama", {"tie_word_embeddings": True})
+TIED_AT_THE_TOP: Of = ("qwen3_vl", {"tie_word_embeddings": True})
 MIXTURE: Of = ("qwen3_moe", {})
 BIASED: Of = ("qwen2", {})
 MAPS = ["q_proj", "o_proj"]
@@ -253,6 +254,7 @@ UNMERGED: dict[str, tuple[Kind, str]] = {
     "prompts": (("PromptTuningConfig", VIRTUAL, PLAIN), "is of the type PROMPT_TUNING, which cannot be merged into"),
     "prefixes": (("PrefixTuningConfig", VIRTUAL, PLAIN), "is of the type PREFIX_TUNING, which cannot be merged into"),
     "tied, embedding": (lora(TIED, target_modules=["embed_tokens", "q_proj"]), "changes model.embed_tokens of "),
+    "tied at the top": (lora(TIED_AT_THE_TOP, target_modules=["embed_tokens", "q_proj"]), ONE_TENSOR),
     "tied, head": (lora(TIED, target_modules=["lm_head", "q_proj"]), ONE_TENSOR),
     "tied, whole head": (lora(TIED, modules_to_save=["lm_head"]), ONE_TENSOR),
     "tied, tokens of the head": (lora(TIED, trainable_token_indices={"lm_head": [1, 5]}), "changes lm_head of "),
@@ -282,7 +284,7 @@ def trained(base: Path, kind: Kind, folder: Path) -> torch.Tensor:
         config = getattr(peft, kind[0])(**kind[1])
     except (AttributeError, TypeError):
         pytest.skip(f"peft {peft.__version__} knows no such adapter")
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config).eval()
+    model = peft.get_peft_model(families.open_model(base), config).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -53,7 +53,7 @@ def test_a_sound_merge_needs_its_base_model_alone(llama: Family, merged: tuple[d
     assert found.problems == () and found.tensors == len(load_file(out / "model.safetensors"))
     said, note = str(found).split("\n")  # the fixture's merge is without a tokenizer
     assert said == (
-        f"Nothing is wrong with the names, shapes, data types and values of {found.tensors} tensors. transformers "
+        f"Nothing is wrong with the names, shapes, types and sampled values of {found.tensors} tensors. transformers "
         "loads the folder, which has all tensors of the model."
     )
     assert note.startswith("Note: tokenizer.json, tokenizer_config.json of ") and str(llama.base) in note

@@ -144,6 +144,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json({"error": "refused"}, self.hub.refusal)
         elif path == "/api/repos/create":
             self.hub.created.append(json.loads(content))
+            (self.hub.root / "org/model").mkdir(parents=True, exist_ok=True)
             self.send_json({"url": f"{self.hub.address}/org/model", "name": "org/model"})
         elif path == "/api/validate-yaml":
             self.send_json({"errors": [], "warnings": []})
