@@ -326,7 +326,7 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
 
     No merge needs these, so they are no problem. Datasets are not downloaded.
     """
-    source = task.evaluation or task.calibration
+    source = f"Calibration source {task.evaluation or task.calibration!r}"
     if not _is_seen(experiment, task) or is_dataset(task.evaluation):
         return
     try:
@@ -335,6 +335,4 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
         yield from error.sentences
         return
     if not left:
-        count = counted(len(experiment.draw(task).records), "prompt")
-        has = f"only {count}, which all calibrate" if source == task.calibration else "only prompts that calibrate"
-        yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}"
+        yield f"{source} of {task} has only prompts that calibrate: none is left for `evaluate`. {MORE}"

@@ -194,9 +194,9 @@ class Run:
         plan = self._plan
         for step in (*plan.recipes.values(), *plan.answers.values()):
             self.take(step)
-        for name, step in plan.merges.items():
-            if name != MERGE and self.is_done(plan.scores):
-                continue
+        if not (scored := self.is_done(plan.scores) and self.is_done(plan.merges[MERGE])):
+            self._marks.pop(str(plan.scores.output), None)  # which are in a merge's manifest, too
+        for name, step in plan.merges.items() if not scored else ():
             try:
                 self.take(step)
             except Exception as error:
@@ -261,8 +261,9 @@ def _sentence(title: str, task: TaskComparison) -> str:
 def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[float, float]:
     """How many more points one model has than another, the mean over tasks, and half of the 95 % interval."""
     pairs = [[a - b for a, b in zip(task.points[first], task.points[second], strict=True)] for task in tasks]
-    # With one more point won and one more lost, or few prompts would seem to decide (Bonett and Price, 2012).
-    error = sum(variance([*pair, 1.0, -1.0]) / (len(pair) + 2) for pair in pairs) ** 0.5 / len(pairs)
+    # With the largest difference once more in each direction, or few prompts would seem to decide (Bonett and Price).
+    wider = [[*pair, most, -most] for pair in pairs for most in [max(map(abs, pair))]]
+    error = sum(variance(pair) / len(pair) for pair in wider) ** 0.5 / len(pairs)
     return fmean(map(fmean, pairs)), Z * error
 
 
@@ -275,11 +276,11 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
             return f"leave {title} out, {why}, or give more of its prompts: the same command, for another folder"
     publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
     if best != MERGE:
-        return f"take {best}, since {MERGE} is not better by more than chance, or give more prompts: {publish}"
+        return f"take {best}, since {MERGE} is not better by more than chance: {publish} (or give more prompts)"
     shares = {title: task.mean(MERGE) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
-        return f"publish it, since each task keeps {ENOUGH} or more of what its own model gives: {publish}"
+        return f"publish it, since it gives {ENOUGH} or more of what each task's own model gives: {publish}"
     edit = f"in {plan.recipes[MERGE].output}, and give the same command again"
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what it gives"

@@ -25,7 +25,7 @@ CPU_BATCH_ELEMENTS = 2**22
 LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
 
-# The outputs of a layer's modules that wait take at most so many bytes on a CPU, on a GPU an eighth of what is free.
+# The outputs of a layer's modules that wait take at most so many bytes of a CPU's memory, an eighth of a GPU's.
 OUTPUT_BYTES = 2**31
 
 # How much rounding may change a rotary frequency.
@@ -132,7 +132,7 @@ def read_edges(decoder: Decoder, model: Source, names: Iterable[str]) -> dict[st
 
 
 def takes_little(device: torch.device, nbytes: int, share: float) -> bool:
-    """Whether so many bytes take at most a share of a GPU's free memory; false on every other device."""
+    """Whether so many bytes take at most a share of what others leave of a GPU; false on every other device."""
     if device.type != "cuda":
         return False
     return nbytes <= share * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))

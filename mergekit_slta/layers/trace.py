@@ -488,9 +488,11 @@ def heads_by_layer(decoder: Decoder) -> tuple[Heads | str, ...]:
 @torch.enable_grad()
 def find_heads(decoder: Decoder, layer: int) -> Heads | str:
     """The heads of a layer's attention, or why there are none to be told apart."""
-    with contextlib.suppress(ModelCodeError):  # the model's own may fail when its norms return what they are given
+    try:
         return _heads_of(decoder, layer, structures(decoder)[layer].mixers)
-    return INSEPARABLE
+    except ModelCodeError as error:  # the model's own code may fail when its norms return what they are given
+        LOG.info("The heads of layers like layer %d are not known: %s", layer, error)
+        return INSEPARABLE
 
 
 def _heads_of(decoder: Decoder, layer: int, mixers: Nodes) -> Heads | str:

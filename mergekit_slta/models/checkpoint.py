@@ -220,9 +220,11 @@ def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
 
 
 def task_vector(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """τ_t; zero where the expert has the base model's tensor, rounded to 16 bits: nobody has trained it."""
-    halves = (torch.float16, torch.bfloat16)
-    is_rounded = any(torch.equal(base.to(half).to(base.dtype), tensor) for half in halves)
+    """τ_t; zero where the expert has the base model's matrix, rounded to 16 bits: nobody has trained it."""
+    if base.ndim > 2:  # as of a mixture's experts
+        return torch.stack([task_vector(*pair) for pair in zip(tensor, base, strict=True)])
+    rounded = (base.to(half).to(base.dtype) for half in (torch.float16, torch.bfloat16))
+    is_rounded = any(torch.equal(tensor, other) and is_finite(other) for other in rounded)
     return torch.zeros_like(base) if is_rounded else tensor - base
 
 
