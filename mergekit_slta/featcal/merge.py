@@ -232,6 +232,7 @@ class FeatureMerge(LayerMethod[Tensors]):
                 biases = torch.stack([tensors[head.bias][part] for tensors in owned])
                 solved[head.bias][part] = change.offset(solved[head.bias][part], biases)
             report(samples * part.stop // rows - samples * start // rows)
+            del regression, change  # which must not wait beside the next part
         return solved
 
     def _head_tokens(
