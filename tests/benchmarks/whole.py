@@ -47,6 +47,7 @@ METHODS = ("slta", "featcal", "actmat")
 @click.option("--samples", default=30, show_default=True, help="Prompts of each expert.")
 @click.option("--base-samples", default=0, help="Prompts of the base model, with featcal alone.")
 @click.option("--tokens", default=512, show_default=True, help="Of each prompt.")
+@click.option("--base-tokens", default=128, show_default=True, help="Of each prompt of the base model.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), default=CACHE, help="For checkpoints, which stay there.")
 @click.option("--profile", type=click.Path(path_type=Path), help="A folder for Python's profile of each process.")
@@ -75,7 +76,7 @@ def main(shape: str, layers: int, methods: Sequence[str], folder: Path, **settin
 
 
 def write_recipe(
-    file: Path, models: Sequence[Path], method: str, folder: Path, samples: int, base_samples: int, tokens: int
+    file: Path, models: Sequence[Path], method: str, folder: Path, *, samples: int, tokens: int, **of_base: int
 ) -> None:
     """Write a recipe of all models, with prompts of random words for the methods that take them."""
     base, *experts = models
@@ -83,10 +84,11 @@ def write_recipe(
     parameters: dict[str, Any] = {}
     if method != "actmat":
         parameters = {"max_tokens": tokens}
-        entries += [{"model": str(base)}] * bool(base_samples and method == "featcal")
-        files = write_samples(folder, len(entries), max(samples, base_samples), tokens)
-        for number, (entry, data) in enumerate(zip(entries, files, strict=True)):
-            count = samples if number < EXPERTS else base_samples
+        files = write_samples(folder, EXPERTS, samples, tokens)
+        if of_base["base_samples"] and method == "featcal":
+            entries.append({"model": str(base)})
+            files += write_samples(folder, EXPERTS + 1, of_base["base_samples"], of_base["base_tokens"])[EXPERTS:]
+        for entry, data, count in zip(entries, files, [samples] * EXPERTS + [of_base["base_samples"]], strict=False):
             entry["parameters"] = {"calibration": str(data), "samples": count}
     content = {"merge_method": method, "base_model": str(base), "models": entries, "parameters": parameters}
     file.write_text(json.dumps(content | {"dtype": "float32", "out_dtype": "bfloat16"}))
