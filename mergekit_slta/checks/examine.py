@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -326,7 +327,7 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
 
     No merge needs these, so they are no problem. Datasets are not downloaded.
     """
-    source = f"Calibration source {task.evaluation or task.calibration!r}"
+    source = task.evaluation or task.calibration
     if not _is_seen(experiment, task) or is_dataset(task.evaluation):
         return
     try:
@@ -335,4 +336,7 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
         yield from error.sentences
         return
     if not left:
-        yield f"{source} of {task} has only prompts that calibrate: none is left for `evaluate`. {MORE}"
+        usable = experiment.source(task, task.calibration).draw(sys.maxsize, quiet=True)  # also by other tasks
+        count = counted(len(usable.records), "prompt")
+        has = f"only {count}, which all calibrate" if source == task.calibration else "only prompts that calibrate"
+        yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}"

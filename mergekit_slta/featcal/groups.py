@@ -118,10 +118,10 @@ def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, r
     state, parent = layer.state_dict(), module.rpartition(".")[0]
     rows, columns = maps[0].matrix(state).shape
     mixture_experts = {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
-    beside = (m for m in linear_maps(layer) if m.mixture_expert is None and m.module.rpartition(".")[0] == parent)
-    feeds = any(m.matrix(state).shape[1] == rows for m in beside)  # as the factors of a shared expert do
-    if maps[0].mixture_expert is None and rows in mixture_experts and not feeds:  # a row for each routed expert
-        return "that choose a mixture's routed experts"
+    if maps[0].mixture_expert is None and rows in mixture_experts:  # one row for each expert of a mixture beside it
+        beside = (m for m in linear_maps(layer) if m.mixture_expert is None and m.module.rpartition(".")[0] == parent)
+        if not any(m.matrix(state).shape[1] == rows for m in beside):  # which takes a shared expert's rows
+            return "that choose a mixture's routed experts"
     if run.repeated & {child, module}:
         return "called more than once"
     tokens = run.output.shape[:2]

@@ -80,8 +80,7 @@ def trace(
 def trace_model(model: transformers.PreTrainedModel) -> Decoder:
     """``trace`` a model that is on the meta device, on the CPU; what it does when it runs is changed."""
     # Attention stays the architecture's default, torch's own for most, but for what is in memory. See ``_with_form``.
-    if model.config.get_text_config()._attn_implementation == "eager":
-        use_few_queries(model)
+    use_few_queries(model)
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

@@ -262,7 +262,10 @@ def published_names(recipe: Recipe) -> list[str]:
     """The models' names for the statistics, without numbers; an SltaError if two models have the same."""
     names = [published_name(reference) for reference in recipe.references]
     if len(set(names)) < len(names):
-        raise SltaError(f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder.")
+        raise SltaError(
+            f"Two models would get the same name in the statistics ({', '.join(names)}): rename a folder, or give "
+            "relative paths."
+        )
     return names
 
 

@@ -86,7 +86,7 @@ def test_check_says_that_a_merge_of_one_expert_is_its_copy(family: Family) -> No
     ("samples", "tested", "words"),
     [
         (5, None, ""),
-        (6, None, "has only prompts that calibrate: none is left for `evaluate`. Add prompts (60 or more: 30"),
+        (6, None, "has only 6 prompts, which all calibrate: none is left for `evaluate`. Add prompts (60 or more: 30"),
         (6, "abcabc", ""),
         (6, "", "has only prompts that calibrate: none is left for `evaluate`"),  # a copy
         (5, "missing", "does not exist"),

@@ -242,9 +242,18 @@ MODELS: Rows = [
     ),
     (own_code(OWN, "from .HERE/own import Own"), "it needs the module HERE/own.py, which is not in its folder"),
     (own_code([OWN]), "BASE/config.json cannot be read ("),
-    (lambda c: edit_config(c.base, num_hidden_layers=10**6), "gives 1000000 layers, more than the checkpoint has te"),
-    (lambda c: c.name(c.base / "none"), "BASE/none cannot be used: there is no such folder, and it is not the name"),
-    (lambda c: c.name(c.base.with_name("bsae")), "no such folder, did you mean 'base', and it is not the name"),
+    (
+        lambda c: edit_config(c.base, num_hidden_layers=10**6),
+        "The config.json of BASE gives 1000000 layers, more than the checkpoint has tensors (30): get undamaged ",
+    ),
+    (
+        lambda c: c.name(c.base / "none"),
+        "BASE/none cannot be used: there is no such folder, and it is not the name of a",
+    ),
+    (
+        lambda c: c.name(c.base.with_name("bsae")),
+        "there is no such folder, did you mean 'base', and it is not the name of a repository.",
+    ),
     *(
         (edit, f"mergekit takes the name of the folder HERE/{name} apart at '+' or '@': rename it.")
         for name, edit in (
@@ -261,17 +270,30 @@ MODELS: Rows = [
         lambda c: c.random(config_of("llama", hidden_size=16, num_attention_heads=2)),
         "The expert HERE/other has hidden_size 16 instead of 32, num_attention_heads 2 instead of 4: it was not ",
     ),
-    (lambda c: edit_tensors(c.expert, shorter), f"The tensor {UP} of the expert EXPERT has the shape [47, 32] instead"),
-    (lambda c: c.of(tied(True)).random(tied(False)), "BASE ties its output head to its embedding and HERE/other does"),
+    (
+        lambda c: edit_tensors(c.expert, shorter),
+        f"The tensor {UP} of the expert EXPERT has the shape [47, 32] instead of [48, 32]: it was not fine-tuned ",
+    ),
+    (
+        lambda c: c.of(tied(True)).random(tied(False)),
+        "BASE ties its output head to its embedding and HERE/other does not",
+    ),
     (
         lambda c: edit_tensors(c.of(olmo()).expert, lambda tensors: tensors.pop(UP)),
         f"EXPERT: the checkpoint lacks {UP} of the model, so it is incomplete: get an undamaged copy; ",
     ),
-    (lambda c: edit_tensors(c.expert, compiled), "from inside torch.compile, FSDP or DDP, save the module inside"),
-    (lambda c: edit_tensors(c.expert, lambda own: own.update({UP: own[UP][:0]})), f"EXPERT holds empty tensors ({UP})"),
+    (
+        lambda c: edit_tensors(c.expert, compiled),
+        "of a model that was saved from inside torch.compile, FSDP or DDP, save the module inside that.",
+    ),
+    (
+        lambda c: edit_tensors(c.expert, lambda own: own.update({UP: own[UP][:0]})),
+        f"EXPERT holds empty tensors ({UP}): save it again, and gather its shards first.",
+    ),
     (lambda c: edit_config(c.base, head_dim=4), "BASE: config.json gives other shapes of model.layers.0.self_attn.k_p"),
     (lambda c: c.random(config_of("llama", attention_bias=True)), "HERE/other: the checkpoint has model.layers.0.self"),
     (quantized(GPTQ, to_integers), f"EXPERT is quantized (gptq) {ORIGINAL}"),
+    (quantized({"quant_method": "own"}, to_8_bits), f"EXPERT is quantized (own) {ORIGINAL}"),
     (quantized(None, to_8_bits), f"EXPERT stores {UP} in 8 bits or fewer, so it is quantized: {ELSE}"),
     (lambda c: edit_config(c.base, quantization_config=GPTQ), f"BASE is quantized (gptq) {ORIGINAL}"),
     (left_over_below_an_adapter, f"EXPERT+HERE/adapter is quantized (gptq) {ORIGINAL}"),

@@ -127,7 +127,7 @@ def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monk
 def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(models: family.Family) -> None:
     words, lines = arguments(models, "sums", "strings"), models.calibration["sums"].read_text().splitlines(True)
     models.calibration["sums"].write_text("".join(lines[:30]))
-    assert "has only prompts that calibrate: none is left" in run(*words, code=1).stderr
+    assert "has only 30 prompts, which all calibrate: none is left" in run(*words, code=1).stderr
     models.calibration["sums"].unlink()
     assert "sums.jsonl" in run(*words, code=1).stderr and not Path("out").exists()
     Path("out").mkdir()

@@ -112,7 +112,7 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split(caplog: pytest.LogCap
         "Layers like this one are not split further, because its trace fails: layer 0 of Model: ValueError: There is "
         "nothing to add"
     ]
-    assert [found.coarser for found in fallbacks(decoder, "attn_mlp")] == ["layer"]
+    assert [(found.level, found.coarser) for found in fallbacks(decoder, "attn_mlp")] == [("attn_mlp", "layer")]
     assert submodules(decoder, "layer", 0) == ["layer.0"]
 
 
@@ -124,8 +124,7 @@ def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
         decoder_of(fail)
 
 
-# Called before, or not at all.
-NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "first_line", "use_few_queries"}
+NOT_HERE = {"trace", "trace_model", "meta_model", "refuse_unless_decoder", "first_line"}  # called before, or not at all
 HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in NOT_HERE]
 OF_TRIALS = ["reads", "summands", "has_mixed", "confirms", "_run"]
 
