@@ -96,12 +96,12 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     hidden, again = 2 * memory.children(decoder) + 7, waiting(decoder, positions, longest)
     batch = memory.batch_bytes(decoder, batches, hidden, inner=4, scores=3, beside=again)
     inside = layers * (models + 1) // models + max(anchor, adding + max(batch, solving))
-    # The embeddings of all models and their mean; or the heads of the merge and of the tasks' own models, and a part's
-    # sums: twice, with a batch's targets, residuals, combinations and hidden states, or once, with the solution twice.
+    # The embeddings of all models and their mean; or the heads of the merge and of the tasks' own models, a part's sums
+    # twice, those of its inputs, and of a batch the targets, residuals, combinations and hidden states.
     edge = memory.edge_bytes(decoder)
     part = number * min(edge // number, HEAD_ELEMENTS) if decoder.head else 0
     of_batch = part // width * (2 * positions + PREDICTED) + 6 * number * width * positions
-    head = (len(tasks) + 1) * edge + 2 * part + max(of_batch, part)
+    head = (len(tasks) + 1) * edge + 2 * part + bool(part) * 5 * number * width**2 + of_batch
     states = waiting_bytes(tokens, width, 2) + max((models + 1) * edge, head)
     return memory.TOKEN * tokens + max(waiting(decoder, tokens, longest) + inside, states)
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import re
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,21 +267,6 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
     tensors = [{name: torch.randn(24, 400, 300, generator=draw) for name in names} for _ in family.folders]
     anchor.of(names, [{name: tensor[..., :8] for name, tensor in own.items()} for own in tensors])  # the first warms up
     assert peak_of(lambda: anchor.of(names, tensors)) < 5 * 24 * 400 * 300 * 4
-
-
-def test_a_part_of_the_head_does_not_wait_beside_the_next(
-    make_family: MakeFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts, begin = list[Any](), merge.RidgeRegression.__init__
-
-    def begun(part: Any, *arguments: Any, **settings: Any) -> None:
-        assert not [earlier for earlier in parts if earlier() is not None]
-        parts.append(weakref.ref(part))
-        begin(part, *arguments, **settings)
-
-    monkeypatch.setattr(merge.RidgeRegression, "__init__", begun)
-    monkeypatch.setattr(merge, "HEAD_ELEMENTS", 1000)
-    families.feature_merge(make_family("llama", experts=1), tmp_path)
 
 
 # Padding
