@@ -17,6 +17,7 @@ from mergekit.common import ModelPath, ModelReference
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
+from mergekit_slta.data.sources import source_key
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
@@ -232,7 +233,7 @@ def evaluate(
     experiment.load_data(experiment.recipe.tasks)  # refuses the same data twice, and tells what the merge has seen
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
-    recipes = [*_calibrated(folders)]
+    recipes = _calibrated(experiment, folders)
     groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, samples, recipes))}
     experiment.sources.clear()
     if not groups:
@@ -274,13 +275,38 @@ def _add_scores(folder: Path, name: str, comparison: Comparison) -> None:
         files.write(file, as_json(json.loads(file.read_bytes()) | {"scores": scores}).encode())
 
 
-def _calibrated(folders: Iterable[Path]) -> Iterator[Recipe]:
-    """The recipes of the merges that used prompts, which may be others than the given recipe's."""
+def _calibrated(experiment: Experiment, folders: Iterable[Path]) -> list[Recipe]:
+    """The recipes of the merges that used prompts, which may be others than the given recipe's.
+
+    An SltaError where they would not be drawn again, because a source of held-out prompts has changed since the merge.
+    """
+    recipes, changed = list[Recipe](), list[str]()
+    held_out = {source_key(task.evaluation or task.calibration) for task in experiment.recipe.tasks}
     for folder in folders:
         with contextlib.suppress(SltaError):  # without a recipe, or one of another program
             recipe = Recipe.load(folder / RECIPE_OF_MERGE)
             if recipe.settings.runs_models and recipe.tasks:
-                yield recipe
+                recipes.append(recipe)
+                changed += [
+                    f"The prompts {source!r} have changed since {folder} was merged, so that some of them may have "
+                    "calibrated it: merge again, or name other test data with `evaluation`."
+                    for source in _changed_sources(Experiment(recipe, **experiment.options.model_dump()), folder)
+                    if source_key(source) in held_out
+                ]
+    refuse(changed)
+    return recipes
+
+
+def _changed_sources(of_merge: Experiment, folder: Path) -> Iterator[str]:
+    """The calibration sources from which a merge's recipe draws other prompts now, by the manifest in its folder."""
+    with contextlib.suppress(OSError, ValueError):
+        tasks = json.loads((folder / MANIFEST_OF_MERGE).read_bytes())["tasks"]
+        drawn = {task["model"]: task["sha256"] for task in tasks}
+        for task in of_merge.recipe.tasks:
+            with contextlib.suppress(SltaError):
+                now = of_merge.source(task, task.calibration).draw(task.samples, quiet=True).sha256
+                if drawn.get(of_merge.recipe.names[task.reference], now) != now:
+                    yield task.calibration
 
 
 def _held_out(experiment: Experiment, task: Task, samples: int, recipes: Sequence[Recipe]) -> Group:

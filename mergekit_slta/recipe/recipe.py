@@ -314,6 +314,5 @@ def data_of(recipe: Recipe) -> Recipe:
         for model, table in tables.items()
         if table or model != config.base_model
     ]
-    return Recipe(
-        {"merge_method": "slta", "base_model": str(config.base_model), "models": models, "parameters": shared}
-    )
+    content = {"merge_method": "slta", "base_model": str(config.base_model), "models": models, "parameters": shared}
+    return Recipe(content | ({"dtype": config.dtype} if config.dtype else {}))  # in which adapters are merged

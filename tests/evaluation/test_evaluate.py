@@ -25,7 +25,7 @@ from mergekit_slta.evaluation import evaluate as module
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.evaluation.scores import Sample
 from mergekit_slta.files import RECIPE_OF_MERGE
-from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.recipe.recipe import Recipe, data_of
 from mergekit_slta.slta.measure import measure
 
 RECORDS = 8
@@ -306,6 +306,7 @@ def test_without_answers_the_gain_ranks_and_without_both_the_likelihood() -> Non
 
 def test_a_recipe_of_another_method_is_evaluated_on_the_data_that_it_names(paired: Family, tmp_path: Path) -> None:
     own = families.recipe(paired, "ties", samples=SAMPLES, max_tokens=24, normalize=True, per_expert={"weight": 1.0})
+    assert data_of(Recipe(own)).config.dtype == own["dtype"]  # in which adapters are merged
     found = evaluate(Recipe.parse(json.dumps(own), "ties.yml"), families.merge(own, tmp_path / "out"), quiet=True)
     assert found.tasks == evaluate(recipe_of(paired), tmp_path / "out", quiet=True).tasks
     del own["base_model"]
@@ -353,6 +354,18 @@ def test_what_another_task_has_calibrated_is_not_held_out(paired: Family) -> Non
     experiment = families.experiment(recipe_of(paired).content)
     used = {row for data in experiment.load_data(experiment.recipe.tasks) for row in data.token_ids}
     assert used.isdisjoint(experiment.held_out(experiment.recipe.tasks[0], 2 * RECORDS).token_ids)
+
+
+def test_prompts_that_have_changed_since_a_merge_are_not_held_out(paired: Family, tmp_path: Path) -> None:
+    """They may be drawn in another order than then; test data of their own are as they are."""
+    content, data = recipe_of(paired).content, paired.data[0]
+    out = families.merge(content, tmp_path / "out", write_model_card=True)
+    test_data = shutil.copy(data, tmp_path / "test.jsonl")
+    data.write_text(f"{data.read_text()}\n{json.dumps({'question': 'new', 'answer': '1'})}")
+    with pytest.raises(SltaError, match=rf"The prompts '{data}' have changed since .*out was merged, .* merge again"):
+        evaluate(Recipe(content), out, quiet=True)
+    content["models"][0]["parameters"]["evaluation"] = str(test_data)
+    assert len(evaluate(Recipe(content), out, quiet=True).tasks) == len(paired.experts)
 
 
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:
