@@ -44,8 +44,8 @@ def new_recipe(
 
     A folder that is there is written with a leading ``./``, which mergekit does not look up on the Hub. Calibration
     sources are the experts' in their order, then the base model's, if any; without some, the recipe names files of the
-    models' answers. Above it are the commands that write those of its files that are not there. ``report`` is a folder
-    for the merge's page.
+    models' answers. Above it are the commands that write these, and those of its files that are not there: a file of
+    answers that is there may hold another model's. ``report`` is a folder for the merge's page.
     """
     base, *experts = map(_model_name, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
@@ -58,7 +58,9 @@ def new_recipe(
     if len(experts) == 1 or not calibration:  # otherwise, only who names the base model's prompts wants them
         calibration = [*calibration, *answers[len(calibration) :]]
     sources = dict(zip(models, calibration, strict=False)) if with_data else {}
-    commands = [_ask(model, file, model == base) for model, file in sources.items() if _is_missing(file)]
+    commands = [
+        _ask(model, file, model == base) for model, file in sources.items() if file in answers or _is_missing(file)
+    ]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("mergekit_slta.recipe", "."),
         trim_blocks=True,

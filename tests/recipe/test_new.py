@@ -90,6 +90,7 @@ def test_files_that_do_not_exist_yet_come_with_the_command_that_writes_them(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").touch()
+    Path("base-answers.jsonl").touch()  # perhaps another model's
     text = new_recipe("org/base", ["org/a", "org/b"][:experts], calibration=calibration)
     assert [command[command.index("-o") + 1] for command in asks(text)] == asked
     sources = [task.calibration for task in Recipe.parse(text, "this").tasks]
