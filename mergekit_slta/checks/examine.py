@@ -305,7 +305,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
-    if dtype in HALF and not isinstance(settings, FeatcalSettings):
+    rounded = has_adapters(recipe.references) and experiment.options.lora_merge_dtype is None
+    if dtype in HALF and (rounded or not isinstance(settings, FeatcalSettings)):
         yield (
             f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "
             f"{config.out_dtype or dtype}'."

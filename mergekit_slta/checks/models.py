@@ -15,6 +15,7 @@ import transformers
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
+from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import NO_FOLDER, names_in, target_of, with_adapter
 from mergekit_slta.models.architecture import architecture_of, known_architecture, vocabulary_axes
@@ -37,6 +38,7 @@ def one_model(experiment: Experiment, reference: ModelReference) -> None:
     """
     model, adapter, options = experiment.model(reference), reference.lora, experiment.options
     if model.folder:
+        require_finished(model.folder)
         refuse_links(model.folder, beside_weights(model.folder))
     if model.folder and reference == experiment.recipe.base:
         list(code_of(model.folder))  # is copied when the weights are written

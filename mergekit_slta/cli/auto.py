@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from mergekit_slta import files
 from mergekit_slta.checks.examine import examine, none_to_evaluate
 from mergekit_slta.checks.space import needs
-from mergekit_slta.errors import SltaError, one_line, refuse
+from mergekit_slta.errors import SltaError, as_note, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, Z, interval, own_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
@@ -120,7 +120,7 @@ class Plan:
         experiment = Experiment(Recipe.load(file) if written else Recipe.parse(text, str(file)), **options)
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
-        examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
+        self.notes = examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
         given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
         refuse(note for task in given for note in none_to_evaluate(experiment, task))
         return experiment
@@ -129,6 +129,7 @@ class Plan:
         """What a run is going to do and what it takes, a line each."""
         others = enumerated([*self.merges][1:])
         yield f"Merge {enumerated(self.experts)}, fine-tuned from {self.base}, by {MERGE}; compare with {others}."
+        yield from map(as_note, self.notes)
         for model, source in self.sources.items():
             yield f"Prompts of {model}: {'its own answers to general prompts' if model in self.answers else source}"
         taken = needs(experiment)

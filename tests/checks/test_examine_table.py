@@ -23,6 +23,7 @@ from support.families import Family, config_of
 from support.merging import load
 
 from mergekit_slta.errors import SltaError
+from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.models.adapters import merge_adapter
 
 
@@ -242,6 +243,10 @@ MODELS: Rows = [
     ),
     (own_code(OWN, "from .HERE/own import Own"), "it needs the module HERE/own.py, which is not in its folder"),
     (own_code([OWN]), "BASE/config.json cannot be read ("),
+    (
+        lambda c: (c.expert / PARTIAL_OF_MERGE).mkdir(parents=True),
+        "The merge into EXPERT is not finished: run it again, and it resumes where it ended.",
+    ),
     (
         lambda c: edit_config(c.base, num_hidden_layers=10**6),
         "The config.json of BASE gives 1000000 layers, more than the checkpoint has tensors (30): get undamaged ",
@@ -693,6 +698,8 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (half("bfloat16"), ROUNDS),
         (half(None), ROUNDS),
         (half("float32"), ""),
+        (lambda c: half("bfloat16")(c.use("featcal")), ""),
+        (lambda c: half("bfloat16")(c.use("featcal").adapt(c.lora("q_proj"))), ROUNDS),
         (lambda c: half(None)(c.run(merging=False)), ""),
         (lambda c: edit_config(c.expert, **ROTATION), f"{DIFFERS}, and the expert is measured with it too."),
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),

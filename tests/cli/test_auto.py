@@ -10,6 +10,7 @@ import family
 import pytest
 from support.command import run
 from support.copies import edit_tensors
+from support.examining import edit_config
 from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
@@ -128,6 +129,11 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     words, lines = arguments(models, "sums", "strings"), models.calibration["sums"].read_text().splitlines(True)
     models.calibration["sums"].write_text("".join(lines[:30]))
     assert "has only 30 prompts, which all calibrate: none is left" in run(*words, code=1).stderr
+    models.calibration["sums"].write_text("".join(lines))
+    edit_config(models.experts["sums"], rms_norm_eps=1e-3)
+    assert "Note: The configuration of the expert" in "".join(
+        json.loads(run(*words, "--dry-run", "--json", "-").stdout)["lines"]
+    )
     models.calibration["sums"].unlink()
     assert "sums.jsonl" in run(*words, code=1).stderr and not Path("out").exists()
     Path("out").mkdir()
