@@ -67,7 +67,10 @@ def importing_this_package() -> bool:
 
 
 class HostFinder:
-    """Finds a host as Python does, and wraps its loader in a `HostLoader`."""
+    """Finds a host as Python does, and has its loader call the hook once the host has been executed.
+
+    Not before: a program may only look for a module's spec, or import it again after an import that failed.
+    """
 
     def __init__(self) -> None:
         self.waiting = dict(HOOKS)
@@ -82,7 +85,15 @@ class HostFinder:
 
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = HostLoader(spec.loader, self)  # type: ignore[assignment]
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: "ModuleType") -> None:
+                del loader.exec_module  # reload, importlib.resources and inspect need the loader as it was
+                execute(module)
+                self.imported(name)
+
+            loader.exec_module = exec_module
         return spec
 
     def imported(self, host: str) -> None:
@@ -92,27 +103,3 @@ class HostFinder:
             self.waiting.clear()
         if not self.waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
-
-
-class HostLoader:
-    """Has a host's own loader execute the host, and tells the finder when that has succeeded."""
-
-    def __init__(self, loader: "Any", finder: HostFinder) -> None:
-        self.loader = loader
-        self.finder = finder
-
-    def __getattr__(self, name: str) -> "Any":
-        return getattr(self.loader, name)
-
-    def exec_module(self, module: "ModuleType") -> None:
-        """Execute the module and then call its hook.
-
-        The finder waits until the module has been executed: a program may only look for a module's spec, or import it
-        again after an import that failed.
-        """
-        # reload, importlib.resources and inspect need the module's own loader.
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self.finder.imported(module.__name__)

@@ -59,11 +59,6 @@ def head_part(head: int) -> str:
     return f"head.{head}"
 
 
-def fused_map_part(module: str, expert: int, tensor: str) -> str:
-    """The map of one expert of a mixture as a part of its layer, if one tensor holds the maps of all experts."""
-    return f"{module}.{expert}.{tensor}"
-
-
 class Place(NamedTuple):
     """The place of a submodule: its layer, and its kind without the number of a head or of a mixture's expert."""
 

@@ -107,10 +107,6 @@ class Comparison(Paragraphs):
         """The numbers by the names of ``TaskScore``, and the ranking; what is undefined is None."""
         return asdict(self) | {"ranking": [{"model": name, **asdict(mean)} for name, mean in self.ranking.items()]}
 
-    def to_json(self) -> str:
-        """The ``content`` as JSON."""
-        return as_json(self.content())
-
     @property
     def lacking(self) -> list[str]:
         """A sentence on the tasks that are not scored, if there are any."""
@@ -223,11 +219,6 @@ def evaluate(
         raise SltaError("'merged' names no model: give the folders of one or more merged models.")
     for folder in folders:
         require_finished(folder)
-    if not any(task.calibration for task in experiment.recipe.tasks):
-        raise SltaError(
-            "The recipe names no prompts: name one of the same models that has a 'calibration' for each expert, such "
-            "as a recipe for featcal."
-        )
     require_calibration(experiment.recipe)
     experts = experiment.recipe.experts
     experiment.load_data(experiment.recipe.tasks)  # refuses the same data twice, and tells what the merge has seen

@@ -20,7 +20,6 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.levels import fused_map_part
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import meta_model
 
@@ -163,12 +162,8 @@ class LinearMap:
         return (matrix.mT if self.transposed else matrix).contiguous()
 
     def apply(self, tensors: Tensors, inputs: torch.Tensor) -> torch.Tensor:
-        """The map's outputs [..., out] for inputs [..., in], to the last bit as its module computes them."""
-        matrix, offset = self.matrix(tensors), self.offset(tensors)
-        if offset is None or not self.transposed:
-            return torch.nn.functional.linear(inputs, matrix, offset)
-        outputs = torch.addmm(offset, inputs.reshape(-1, inputs.shape[-1]), matrix.mT)  # as transformers' Conv1D
-        return outputs.unflatten(0, inputs.shape[:-1])
+        """The map's outputs [..., out] for inputs [..., in]."""
+        return torch.nn.functional.linear(inputs, self.matrix(tensors), self.offset(tensors))
 
     def offset(self, tensors: Tensors) -> torch.Tensor | None:
         """The map's bias [out]."""
@@ -263,7 +258,7 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
             bias = f"{path}.{name}_bias" if hasattr(module, f"{name}_bias") else None
             transposed = has_transposed_experts(module)
             for mixture_expert in range(experts if hasattr(module, name) else 0):
-                part = fused_map_part(path, mixture_expert, name)
+                part = f"{path}.{mixture_expert}.{name}"
                 yield LinearMap(part, path, f"{path}.{name}", bias, transposed, mixture_expert)
         return
     weight = getattr(module, "weight", None)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from mergekit_slta.levels import place_of
 from mergekit_slta.tables import Paragraphs, Table, short_names
 from mergekit_slta.words import kind_name, plain_number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRIC, SCORE = "non_linearity", "Non-linearity score"
 
@@ -103,16 +99,6 @@ class Linearity(Paragraphs):
         if merges := [name for name, members in self.members.items() if len(members) > 1]:
             yield self.table("Projection distance", {"projection_distance": ""}, merges)
             yield "Where the projection distance is 0, the experts' feature changes add up."
-
-    def plot(self) -> Figure:
-        """Draw every expert's non-linearity score by kinds of submodules, as Figure 1a of the paper."""
-        from mergekit_slta.figures import Points, point_chart  # imports matplotlib
-
-        series = []
-        for expert, short in zip(self.experts, short_names(self.experts), strict=True):
-            values = self.pooled(METRIC, [expert]).values()
-            series.append(Points(short, [value.mean for value in values], [value.std for value in values]))
-        return point_chart(list(self.groups()), series, x_label=SCORE.lower())
 
 
 def _group_of(level: str, name: str) -> str:

@@ -24,7 +24,7 @@ from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import CHAT_TEMPLATES, CODE, PROCESSOR, TOKENIZER_FILES, WEIGHT_FILES, folder_with
 from mergekit_slta.output.card import CARD
-from mergekit_slta.recipe.experiment import TOKENIZER, Experiment
+from mergekit_slta.recipe.experiment import Experiment
 
 SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -55,7 +55,6 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
             problems += _copies((*TOKENIZER_FILES, *(() if template else CHAT_TEMPLATES)), owner.model, folder)
         if aligned or template:
             _older_tokenizer(folder, template)
-            _older_merges(_folder(TOKENIZER_FILES, owner.model) / TOKENIZER, folder / TOKENIZER)
         if template or owner != recipe.base:
             _name_tokens(written, _folder((GENERATION, "config.json"), stops_like), folder)
     except (*hub.HUB_ERRORS, SltaError) as error:
@@ -112,15 +111,6 @@ def _older_tokenizer(folder: Path, template: bool) -> None:
     for name in ("is_local", "local_files_only"):  # how this machine has loaded it
         settings.pop(name, None)
     _write(path, settings)
-
-
-def _older_merges(source: Path, written: Path) -> None:
-    """Write a tokenizer's merges as "a b" where the source has them so: older programs read no pairs."""
-    known, content = json_file(source).get("model", {}).get("merges") or [()], json_file(written)
-    pairs = content.get("model", {}).get("merges") or []
-    if isinstance(known[0], str) and all(isinstance(pair, list) and " " not in "".join(pair) for pair in pairs):
-        content["model"]["merges"] = [" ".join(pair) for pair in pairs]
-        files.write(written, json.dumps(content, indent=2, ensure_ascii=False).encode())
 
 
 def _name_tokens(tokenizer: Any, source: Path, folder: Path) -> None:

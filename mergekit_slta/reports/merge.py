@@ -22,7 +22,6 @@ from mergekit_slta.tables import Table, short_names
 from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number
 
 DRAWS = 200  # of the samples, for the intervals of the merging weights
-MOST_DRAWN = 50  # experts; the draws of more take gigabytes
 SCALE = "A share of 0 means that the merge retains nothing of an expert's change; 1, all of it."
 MEANING = (
     "A feature is the output of a submodule. On the expert's own prompts, 1 means that the merge's submodules give the "
@@ -127,12 +126,8 @@ def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
 
 def _weights(solution: Solution) -> list[list[str]]:
     """The merging weights [S, T] in words, with their intervals where they are known."""
-    drawn = solution.bootstrap(DRAWS).intervals() if len(solution.models) <= MOST_DRAWN else {}
-    unknown = torch.full((2, len(solution.models)), math.nan)
-    return [
-        [*map(_with_interval, alpha.tolist(), *interval.tolist())]
-        for alpha, interval in ((alpha, drawn.get(name, unknown)) for name, alpha in solution.alpha.items())
-    ]
+    drawn = solution.bootstrap(DRAWS).intervals()
+    return [[*map(_with_interval, alpha.tolist(), *drawn[name].tolist())] for name, alpha in solution.alpha.items()]
 
 
 def _with_interval(weight: float, low: float, high: float) -> str:

@@ -303,17 +303,6 @@ class Solution(Paragraphs):
         """The condition number of A, scaled to a unit diagonal; NaN where no expert changes anything."""
         return {name: solved.condition for name, solved in self.submodules.items()}
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The arguments for ``solver.solve`` and ``solver.bootstrap``."""
-        return {
-            "tokens": self.statistics.tokens,
-            "balance": self.balance,
-            "ridge": self.ridge,
-            "task_weights": self.task_weights,
-            "keep_weight": self.keep_weight,
-        }
-
     def bootstrap(self, repeats: int | SupportsIndex, seed: int | SupportsIndex = 0) -> Solution:
         """Solve again for draws of the samples with replacement, for standard errors and intervals.
 
@@ -323,8 +312,12 @@ class Solution(Paragraphs):
             SltaError: there are fewer than two draws.
         """
         count, start = whole_number("repeats", repeats, least=2), operator.index(seed)
-        grams, task = self.statistics.grams, self.statistics.task
-        draws = {name: bootstrap(grams[name], task, count, seed=start, **self.settings) for name in self.submodules}
+        measured = self.statistics
+        settings = {of: getattr(self, of) for of in ("balance", "ridge", "task_weights", "keep_weight")}
+        draws = {
+            name: bootstrap(measured.grams[name], measured.task, count, seed=start, tokens=measured.tokens, **settings)
+            for name in self.submodules
+        }
         return replace(self, draws=draws)
 
     def intervals(self, share: float | SupportsFloat = 0.9) -> dict[str, torch.Tensor]:

@@ -265,7 +265,7 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
         "On their own tasks these experts give under half of the short answers: code.",
     ):
         assert said in joined
-    written = json.loads(found.to_json())
+    written = json.loads(json.dumps(found.content()))
     of_a: dict[str, Any] = {
         "accuracy": 0.75,
         "accuracy_low": None,
@@ -408,5 +408,5 @@ def test_no_folder_no_records_and_models_of_other_tokens_are_refused(paired: Fam
     ):
         with pytest.raises(SltaError, match=why):
             evaluate(recipe_of(paired), merged, quiet=True)
-    with pytest.raises(SltaError, match="The recipe names no prompts"):
+    with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
         evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)

@@ -13,7 +13,6 @@ from support.html_elements import Elements, assert_self_contained
 from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.reports import merge
 from mergekit_slta.reports.merge import DRAWS, SCALE, report, report_page
 from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Solution, Statistics
@@ -109,14 +108,6 @@ def test_the_weights_stand_with_their_intervals(samples: int) -> None:
     chart, ends = report_page(solution).charts[1], intervals(solution)
     weights, low, high = (as_score(float(values[0, 0])) for values in (solution.alpha["layer.0.attn"][None], *ends))
     assert chart.table.rows[0][1] == (f"{weights} ({low}–{high})" if samples > 1 else weights)
-
-
-def test_many_experts_are_reported_without_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 200 experts would take 13 GB."""
-    monkeypatch.setattr(merge, "MOST_DRAWN", 2)
-    for models, drawn in ((["math", "code"], True), (["math", "code", "law"], False)):
-        charts = report_page(synthetic.statistics(models, ["layer"], layers=1).solve()).charts
-        assert ("(" in charts[1].table.rows[0][1]) == ("90 %" in charts[1].caption) == drawn
 
 
 def test_the_command_writes_the_report_and_says_its_sentence(tmp_path: Path) -> None:
