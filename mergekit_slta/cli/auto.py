@@ -121,6 +121,8 @@ class Plan:
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
         self.notes = examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
+        alike = sorted(self.merges.keys() & experiment.recipe.names.values())
+        refuse(f"A model and a merge of this run are both called {name}: rename the model's folder." for name in alike)
         given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
         refuse(note for task in given for note in none_to_evaluate(experiment, task))
         return experiment

@@ -130,6 +130,8 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     models.calibration["sums"].write_text("".join(lines[:30]))
     assert "has only 30 prompts, which all calibrate: none is left" in run(*words, code=1).stderr
     models.calibration["sums"].write_text("".join(lines))
+    alike = arguments(models, "sums", "strings", strings=shutil.copytree(models.base, Path("featcal")).resolve())
+    assert "are both called featcal: rename" in run(*alike, code=1).stderr
     edit_config(models.experts["sums"], rms_norm_eps=1e-3)
     assert "Note: The configuration of the expert" in "".join(
         json.loads(run(*words, "--dry-run", "--json", "-").stdout)["lines"]
