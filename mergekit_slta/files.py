@@ -70,7 +70,9 @@ def published_path(path: str) -> str:
 def local_name(name: str) -> str:
     """A model's name; a relative path to an existing folder begins with a dot, so that it is no Hub id."""
     parts = name.split("+")
-    return "+".join(f"./{part}" if part and part[0] not in "./~" and os.path.isdir(part) else part for part in parts)
+    return "+".join(
+        f"./{part}" if not (part[:1] == "." or is_private(part)) and os.path.isdir(part) else part for part in parts
+    )
 
 
 def versions() -> dict[str, str]:

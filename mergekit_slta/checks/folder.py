@@ -33,6 +33,8 @@ def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
 def code_of(folder: Path) -> Iterator[Path]:
     """The Python files of a model's own code: those that its configurations name, and what these import."""
     for config in folder.glob("*config.json"):
+        if config.name[0] == ".":  # on disks of other systems, macOS adds a binary "._config.json"
+            continue
         with reading(config):
             classes = (json.loads(config.read_bytes()).get("auto_map") or {}).values()
             names = [name for given in classes for name in (given if isinstance(given, list) else [given]) if name]

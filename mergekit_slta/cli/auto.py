@@ -54,7 +54,7 @@ class Step(NamedTuple):
         for name in names:
             path, below = Path(name.removeprefix("hf:")).expanduser(), "**/*" if name.startswith("hf:") else "*"
             inputs += sorted(path.glob(below)) if path.is_dir() else [path]
-        stats = [(str(file), file.stat()) for file in inputs if file.is_file()]
+        stats = [(str(file), file.stat()) for file in inputs if file.is_file() and file.name[0] != "."]  # as .DS_Store
         return files.digest([*self.command, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
 
 

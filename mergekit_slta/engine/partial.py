@@ -70,10 +70,11 @@ class Partial:
         try:
             yield
         finally:
+            self._lock.release()  # network disks keep a deleted file while it is open, and Windows deletes none
             if ranks.first and not (self.folder / RUN).exists():  # the first process may still be at work
-                (self.folder / LOCK).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self.folder / LOCK).unlink(missing_ok=True)
                 _remove_empty(self._made)
-            self._lock.release()
 
     def begin(
         self, identity: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False

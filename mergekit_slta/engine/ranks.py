@@ -80,13 +80,17 @@ class Ranks:
             dist.barrier()
 
 
+def _is_joined() -> bool:
+    return dist.is_available() and dist.is_initialized()  # some builds of torch have no processes
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
     """The processes of ``torchrun``, joined until the end of the block if they were not joined before.
 
     They speak through nccl if each has a GPU, else gloo; all but the first are silent.
     """
-    count, before = int(os.environ.get("WORLD_SIZE", "1")), dist.is_initialized()
+    count, before = int(os.environ.get("WORLD_SIZE", "1")), _is_joined()
     if count > 1 and not before:
         own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if own_gpus else None
@@ -102,5 +106,5 @@ def joined() -> Iterator[Ranks]:
         before |= not isinstance(error, click.exceptions.Exit)
         raise
     finally:
-        if dist.is_initialized() and not before:
+        if _is_joined() and not before:
             dist.destroy_process_group()

@@ -6,6 +6,7 @@ of this transformers alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -157,7 +158,8 @@ def open_to_others(folder: Path) -> None:
     """Give the weights the mode of other new files; the library that writes them keeps them from everybody else."""
     for pattern in ("model*.safetensors", "pytorch_model*.bin"):
         for file in folder.glob(pattern):
-            file.chmod((folder / "config.json").stat().st_mode)
+            with contextlib.suppress(OSError):  # some disks have no modes
+                file.chmod((folder / "config.json").stat().st_mode)
 
 
 def entry_files(experiment: Experiment, folder: Path) -> dict[Path, tuple[int, int]]:

@@ -189,5 +189,5 @@ def _revision(model: ModelReference) -> str:
     places = zip(
         filter(None, (model.model, model.lora)), source_folders(model, LoaderCache().hf_cache_dir), strict=False
     )
-    commits = [(_SNAPSHOT.search(str(folder)), path.revision or "") for path, folder in places]
+    commits = [(_SNAPSHOT.search(folder.as_posix()), path.revision or "") for path, folder in places]
     return "+".join(found[1] if found else named for found, named in commits).strip("+")

@@ -645,6 +645,7 @@ def the_experts_chat_template(case: Case) -> None:
         lambda c: c.of(next(small_configs("kosmos-2.5", "Kosmos2_5ForConditionalGeneration"))),  # two segments
         lambda c: of_one_name(c.use("featcal")),
         statistics("HERE/new/stats.safetensors"),
+        lambda c: (c.base / "._config.json").write_bytes(b"\0\x05\x16\x07"),
         a_new_token,
         in_slices((1, 3), (0, 1), (3, 3)),
         in_slices((0, 2), edit=lambda recipe, _: recipe["slices"][0].update(base_model=recipe.pop("base_model"))),

@@ -87,6 +87,20 @@ def test_a_run_that_ends_before_it_has_begun_leaves_nothing(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_lock_is_released_before_its_file_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network disks keep a deleted file while it is open, so that its folder would stay; Windows deletes none."""
+    partial, unlink = Partial(tmp_path / "partial"), Path.unlink
+
+    def closed(path: Path, **options: bool) -> None:
+        assert not partial._lock.is_locked
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", closed)
+    with partial.held(Ranks()):
+        assert (partial.folder / LOCK).exists()
+    assert not partial.folder.exists()
+
+
 def test_another_rank_that_is_done_leaves_the_lock_of_the_first(tmp_path: Path) -> None:
     with Partial(tmp_path / "partial").held(Ranks()):
         rank = Partial(tmp_path / "partial")
