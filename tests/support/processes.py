@@ -15,11 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300  # seconds after which what hangs is ended; none of them takes a tenth of it
 
 
-def run_python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python with this process's packages and return how it ended and what it said."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=cwd,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
