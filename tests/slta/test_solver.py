@@ -63,15 +63,15 @@ def test_no_change_at_all() -> None:
     assert torch.tensor(solution.condition).isnan()
 
 
-# How the third expert's features depend on all experts' in some extreme way
+# How an extreme third expert's features follow from all experts' features.
 EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "equal": lambda of: of[1],
-    "opposite": lambda of: -of[1],
-    "zero": lambda of: 0 * of[1],
-    "1e6 times larger": lambda of: 1e6 * of[2],
-    "1e6 times smaller": lambda of: 1e-6 * of[2],
-    "nearly collinear": lambda of: of[1] + 1e-6 * of[2] * of[1].norm() / of[2].norm(),
-    "the sum of the others": lambda of: of[0] + of[1],
+    "equal": lambda found: found[1],
+    "opposite": lambda found: -found[1],
+    "zero": lambda found: 0 * found[1],
+    "1e6 times larger": lambda found: 1e6 * found[2],
+    "1e6 times smaller": lambda found: 1e-6 * found[2],
+    "nearly collinear": lambda found: found[1] + 1e-6 * found[2] * found[1].norm() / found[2].norm(),
+    "the sum of the others": lambda found: found[0] + found[1],
 }
 
 

@@ -1,4 +1,4 @@
-"""Linearity of a family of tests, all its values, and whether another study's are the same."""
+"""Linearity of a family of tests, and whether another study gives the same values."""
 
 import json
 from collections.abc import Sequence
