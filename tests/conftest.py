@@ -51,13 +51,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def isolation() -> None:
-    """Nothing of an earlier test: no models in the loader, no silenced log."""
+    """Nothing of an earlier test: no models in the loader, no silenced log, no random numbers drawn."""
+    import torch
     import transformers
     from mergekit.io.tasks import LoaderCache
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     LoaderCache.loaders.clear()
+    torch.manual_seed(0)
     logging.getLogger("mergekit_slta").setLevel(logging.NOTSET)
 
 

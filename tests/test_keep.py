@@ -106,12 +106,6 @@ def test_a_copy_of_the_base_model_as_an_expert_gives_the_same_feature_merge(llam
     assert worst_error(found, merged(copied, tmp_path / "copied")) < regression_rounding(RIDGES[0])
 
 
-def test_a_shared_template_holds_for_the_base_model_too_and_equal_prompts_are_noted(llama: Family) -> None:
-    found = Recipe.parse(json.dumps(recipe(llama, experts=(2,), keep={}, template="{text}")), "recipe")
-    assert [task.template for task in found.tasks] == ["{text}", "{text}"]
-    assert "have the same prompts, on which the merge cannot keep" in "".join(check(found).notes)
-
-
 @pytest.mark.parametrize(
     ("method", "parameters"), [("slta", {}), ("sftm", {"calibration": "a.jsonl", "weight": 1.0})], ids=str
 )

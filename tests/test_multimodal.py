@@ -171,24 +171,18 @@ def save_text_model(family: Family, index: int, folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def without_spaces(family_of: Callable[[str], Family], tmp_path: Path) -> Callable[[str], Family]:
-    """A family with data that every class of tokenizers takes apart alike."""
-
-    def make(name: str) -> Family:
-        family, files = family_of(name), []
-        for file in family.data:
-            files.append(tmp_path / file.name)
-            files[-1].write_text(file.read_text().replace('": "', '":"').replace(" ", ""))
-        return Family(family.base, family.experts, tuple(files), family.config)
-
-    return make
+def without_spaces(family: Family, folder: Path) -> Family:
+    """A family's models with a copy of its data that every class of tokenizers takes apart alike."""
+    files = tuple(folder / file.name for file in family.data)
+    for file, spaceless in zip(family.data, files, strict=True):
+        spaceless.write_text(file.read_text().replace('": "', '":"').replace(" ", ""))
+    return Family(family.base, family.experts, files, family.config)
 
 
 def test_a_text_model_is_the_language_tower_of_a_multimodal_one(
-    without_spaces: Callable[[str], Family], tmp_path: Path
+    family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
-    family = without_spaces("llama4_vision")
+    family = without_spaces(family_of("llama4_vision"), tmp_path)
     recipe = families.recipe(family, level="model", samples=RECORDS)
     expected = load(families.merge(recipe, tmp_path / "same"))
     for index in (0, 1):
@@ -203,9 +197,9 @@ def test_a_text_model_is_the_language_tower_of_a_multimodal_one(
 
 
 def test_experts_that_are_all_text_models_leave_the_other_towers_alone(
-    without_spaces: Callable[[str], Family], tmp_path: Path
+    family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
-    family = without_spaces("qwen3_5")
+    family = without_spaces(family_of("qwen3_5"), tmp_path)
     recipe = families.recipe(family, "featcal", samples=RECORDS)
     for index, entry in enumerate(recipe["models"], 1):
         entry["model"] = str(save_text_model(family, index, tmp_path / f"text{index}"))

@@ -5,12 +5,11 @@ That HTML is escaped is what tests/reports says.
 
 import json
 import math
-from collections.abc import Iterator
 
 import pytest
 
 from mergekit_slta.nonlinearity.result import Value
-from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
+from mergekit_slta.tables import Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score
 
 
@@ -28,15 +27,6 @@ def test_a_size_has_three_digits(nbytes: int, written: str) -> None:
 
 def test_columns_are_aligned() -> None:
     assert str(Table(["of", "one"], [["a", "1"], ["bcd", "23456"]])) == "of     one\na        1\nbcd  23456"
-
-
-def test_a_result_shows_itself() -> None:
-    class Result(Paragraphs):
-        def parts(self) -> Iterator[str | Table]:
-            yield Table(["<i>", "n"], [["<b>", "1.00"]])
-            yield "A & B."
-
-    assert repr(Result()) == str(Result()) == "<i>     n\n<b>  1.00\n\nA & B."
 
 
 def test_numbers_that_are_not_finite_are_null_in_json() -> None:

@@ -37,11 +37,6 @@ KINDS: dict[str, Callable[[int, int], Matrices]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("weights", [None, (1.0, 0.3, 2.5), (3.0, 1.0, 0.0)])
 @pytest.mark.parametrize("ridge", [1e-4, 10.0])

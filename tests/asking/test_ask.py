@@ -104,6 +104,18 @@ OTHER_END = PLAIN.replace("</s>", "<end>")
 OPEN = "[assistant]<think>"
 
 
+def of_script(folder: Path, said: str, template: str | None, **more: Any) -> tuple[Path, list[int], str]:
+    """A model that says a text to the prompt "hi", the tokens of both, and a file of that prompt."""
+    prompt = "<s>hi\n"
+    if template:
+        start = OPEN if OPEN in template else "[assistant]"
+        prompt = f"<s>[user]hi{'<end>' if template == OTHER_END else '</s>'}{start}"
+    tokenizer = calibration_samples.write_tokenizer(folder / "tokenizer")
+    script = tokenizer(prompt + said, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
+    prompts = write_jsonl(folder / "prompts.jsonl", [{"prompt": "hi"}])
+    return write_scripted(folder / "model", script, template, **more), script, prompts
+
+
 @pytest.mark.parametrize(
     ("template", "said", "form"),
     [
@@ -125,14 +137,7 @@ OPEN = "[assistant]<think>"
 def test_a_record_calibrates_with_all_tokens_from_the_prompt_to_the_end(
     template: str | None, said: str, form: str, adds_end: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt = "<s>hi\n"
-    if template:
-        start = OPEN if OPEN in template else "[assistant]"
-        prompt = f"<s>[user]hi{'<end>' if template == OTHER_END else '</s>'}{start}"
-    tokenizer = calibration_samples.write_tokenizer(tmp_path / "tokenizer")
-    script = tokenizer(prompt + said + "</s>", add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-    folder = write_scripted(tmp_path / "model", script, template, adds_end=adds_end)
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "hi"}])
+    folder, script, prompts = of_script(tmp_path, said + "</s>", template, adds_end=adds_end)
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=len(said) + 1, quiet=True)
     (record,), (row, answer) = records_of(out), calibrating(out, folder, 1)[0]
     assert row[: len(script)] == script
@@ -276,15 +281,6 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
     with pytest.raises(slta.SltaError, match="answers none of 1 prompt: give other prompts"):
         slta.ask(folder, tmp_path / "none.jsonl", empty, max_new_tokens=4, quiet=True)
-
-
-def of_script(folder: Path, said: str, template: str | None, **more: Any) -> tuple[Path, list[int], str]:
-    """A model that says a text to the prompt "hi", the tokens of both, and a file of that prompt."""
-    prompt = "<s>[user]hi</s>[assistant]" if template else "<s>hi\n"
-    tokenizer = calibration_samples.write_tokenizer(folder / "tokenizer")
-    script = tokenizer(prompt + said, add_special_tokens=False, padding=False, truncation=False)["input_ids"]
-    prompts = write_jsonl(folder / "prompts.jsonl", [{"prompt": "hi"}])
-    return write_scripted(folder / "model", script, template, **more), script, prompts
 
 
 @pytest.mark.parametrize("template", [PLAIN, None])

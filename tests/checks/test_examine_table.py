@@ -252,10 +252,6 @@ MODELS: Rows = [
         "The config.json of BASE gives 1000000 layers, more than the checkpoint has tensors (30): get undamaged ",
     ),
     (
-        lambda c: c.name(c.base / "none"),
-        "BASE/none cannot be used: there is no such folder, and it is not the name of a",
-    ),
-    (
         lambda c: c.name(c.base.with_name("bsae")),
         "there is no such folder, did you mean 'base', and it is not the name of a repository.",
     ),

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import MappingProxyType
@@ -12,9 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support import depths, families, memory
+from support import families, memory
 from support.families import Family
-from support.processes import TIMEOUT
+from support.processes import in_a_process
 from support.slow import slow_but
 
 from mergekit_slta.asking import ask as asking
@@ -111,8 +110,8 @@ def work(method: str, case: Case, family: Family, folder: Path) -> int:
 
 
 @mock.patch.object(merge, "HEAD_ELEMENTS", PART * 1024)
-def report(method: str, case: Case, folder: Path, answer: Connection) -> None:
-    """Send what a little such work leaves, the peak above it, and what is said."""
+def report(method: str, case: Case, folder: Path) -> tuple[int, ...]:
+    """What a little such work leaves, the peak above it, and what is said."""
     layer_types = {key: case.sizes[key] for key in case.sizes.keys() & {"layer_types"}}
     little, said = Case(case.architecture, layer_types), list[int]()
     work(method, little, family_of(little, folder / "little"), folder / "little")
@@ -120,22 +119,17 @@ def report(method: str, case: Case, folder: Path, answer: Connection) -> None:
     peak = memory.peak_of(lambda: said.append(work(method, case, family, folder)))
     if method == "ask":  # whose model is mapped from its file, which is no memory of the process but is needed
         peak += sum(file.stat().st_size for file in family.base.glob("*.safetensors"))
-    answer.send((before, peak, *said))
+    return before, peak, *said
 
 
-@depths.needs_account
+@memory.needs_account
 @pytest.mark.parametrize("case", slow_but(QUICK, GRID), ids=" of ".join)
 def test_the_memory_that_is_said_is_what_is_taken(
     case: tuple[str, str], forks: ForkServerContext, tmp_path: Path
 ) -> None:
     """Where glibc gives back what is freed, as the test's process has it do."""
     method, name = case
-    receive, answer = forks.Pipe(duplex=False)
-    process = forks.Process(target=report, args=(method, CASES[name], tmp_path, answer), daemon=True)
-    process.start()
-    process.join(TIMEOUT)
-    assert process.exitcode == 0
-    before, peak, said = receive.recv()
+    before, peak, said = in_a_process(forks, report, method, CASES[name], tmp_path)
     print(f"{method}, {name}: peak {peak / 1e6:.1f} MB, said {said / 1e6:.1f} MB")
     assert before <= LIBRARIES - SLACK
     assert peak - SLACK <= said <= 1.25 * peak + SLACK

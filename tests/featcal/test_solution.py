@@ -13,6 +13,7 @@ from conftest import MakeFamily
 from mergekit.io.tasks import LoaderCache
 from mergekit.io.tensor_writer import TensorWriter
 from support import families
+from support.examining import feature_recipe
 from support.families import Family
 from support.merging import same_tensors
 
@@ -37,10 +38,6 @@ def solve(content: Recipe, folder: Path, **arguments: Any) -> SolvedModel:
         return solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings), partial)
 
 
-def recipe(family: Family, **changes: Any) -> Recipe:
-    return families.recipe(family, "featcal", **{"samples": 6} | changes)
-
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -58,11 +55,11 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 def test_a_finished_merge_is_not_computed_again(llama: Family, merges: mock.Mock, tmp_path: Path) -> None:
     """Nor when the recipe is given a report."""
-    solve(recipe(llama), tmp_path)
+    solve(feature_recipe(llama), tmp_path)
     first, layers = contents(tmp_path), [f"layer-{layer:04d}.safetensors" for layer in range(families.LAYERS)]
     assert sorted(first) == ["edges.safetensors", *layers, "lock", "run.json"]
     LoaderCache.loaders.clear()
-    found = solve(recipe(llama, ridge="auto", report=str(tmp_path / "report")), tmp_path)
+    found = solve(feature_recipe(llama, ridge="auto", report=str(tmp_path / "report")), tmp_path)
     assert merges.call_count == 1
     assert contents(tmp_path) == first
     for name, tensor in families.solved_tensors(tmp_path).items():
@@ -83,7 +80,7 @@ OTHER_MERGES: dict[str, Callable[[Family, Recipe], object]] = {
 def test_the_layers_of_another_merge_are_deleted_which_is_said(
     other: str, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, second = (recipe(llama, experts=[0, 1]) for _ in range(2))
+    first, second = (feature_recipe(llama, experts=[0, 1]) for _ in range(2))
     OTHER_MERGES[other](llama, second)
     solve(first, tmp_path)
     LoaderCache.loaders.clear()
@@ -95,7 +92,7 @@ def test_the_layers_of_another_merge_are_deleted_which_is_said(
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
-    content = recipe(llama, ridge=0.1)
+    content = feature_recipe(llama, ridge=0.1)
     for file, model in zip(llama.data, content["models"], strict=True):
         texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
         model["parameters"]["calibration"] = str(tmp_path / file.name)
@@ -123,7 +120,7 @@ def test_a_tied_head_stays_without_a_word(
 ) -> None:
     family = make_family("gemma")
     with caplog.at_level(logging.WARNING, logger="mergekit_slta.featcal"):
-        solve(recipe(family), tmp_path)
+        solve(feature_recipe(family), tmp_path)
     assert not caplog.records
 
 
@@ -131,7 +128,8 @@ def test_a_tied_head_stays_without_a_word(
 
 
 def test_it_is_kept_until_output_and_report_are_written(llama: Family, merges: mock.Mock, tmp_path: Path) -> None:
-    content, save, out = recipe(llama, report=str(tmp_path / "report")), TensorWriter.save_tensor, tmp_path / "out"
+    content = feature_recipe(llama, report=str(tmp_path / "report"))
+    save, out = TensorWriter.save_tensor, tmp_path / "out"
     saved: list[str] = []
 
     def full(self: TensorWriter, name: str, *arguments: Any, **more: Any) -> None:

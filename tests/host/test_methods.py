@@ -19,7 +19,7 @@ from support.adapters import write_adapter
 from support.command import run
 from support.copies import edit_tensors, edited
 from support.families import Family
-from support.merging import State, load, merged_state, role_by_name, spoiled, stored, wrong_tensors
+from support.merging import State, by_reference, load, merged_state, role_by_name, spoiled, stored, wrong_tensors
 from support.rounding import regression_rounding
 
 from mergekit_slta.errors import SltaError
@@ -108,7 +108,6 @@ def test_knows_which_dimension_is_the_input(name: str, role: Role) -> None:
 
 def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCaptureFixture) -> None:
     """As in mergekit's own functions, and in mergekit-pytorch, which only has checkpoint files."""
-    torch.manual_seed(0)
     shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "tokens": (1, 1, 4), "kernel": (4, 3, 2, 2)}
     models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
     with caplog.at_level(logging.WARNING):
@@ -147,15 +146,8 @@ def expected(method: str, family: Family) -> State:
         return reference.merged(models, alpha, "attn_mlp", split)
     if method == "featcal":
         return featcal_reference.merge(models[0], models[1:], family.token_ids(), "llama", expected("actmat", family))
-    base, *experts = (model.state_dict() for model in models)
-    found = {}
-    for name, tensor in base.items():
-        role, own = role_by_name(name), [expert[name] for expert in experts]
-        if method == "actmat":
-            found[name] = actmat_reference.merged_tensor(role, tensor, own)
-        else:
-            found[name] = sftm_reference.merged_tensor(role, tensor, own, [1.0] * 3, [0.2] * 3, 0.6)
-    return found
+    states = [model.state_dict() for model in models]
+    return {name: by_reference(states, method, name) for name in states[0]}
 
 
 @pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])

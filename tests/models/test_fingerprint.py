@@ -23,12 +23,6 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def lora_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where mergekit merges adapters, which a merge would have told its loader."""
-    monkeypatch.setattr(LoaderCache(), "lora_cache_dir", str(tmp_path / "loras"))
-
-
 def test_published_fingerprints_still_fit_their_models(tmp_path: Path) -> None:
     """Tensors of all dtypes and of several sizes, one empty and one a number, in either file format."""
     tensors: dict[str, torch.Tensor] = {}
@@ -64,7 +58,11 @@ def test_other_content_has_another_fingerprint(llama: Family, tmp_path: Path) ->
     assert len(set(found)) == len(found)
 
 
-def test_a_lora_is_known_by_its_base_and_its_adapter(llama: Family, tmp_path: Path) -> None:
+def test_a_lora_is_known_by_its_base_and_its_adapter(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoaderCache(), "lora_cache_dir", str(tmp_path / "loras"))  # as a merge tells its loader
+
     def fingerprint(base: Path, adapter: Path) -> str:
         return checkpoint(f"{base}+{adapter}").fingerprint
 

@@ -11,11 +11,6 @@ from mergekit_slta.numerics import symmetric
 from mergekit_slta.numerics.symmetric import add_ridge, gram, times_inverse
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("block", [1, 5, 7, 100])
 def test_a_gram_matrix_is_the_product_whatever_its_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "BLOCK", block)

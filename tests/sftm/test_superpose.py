@@ -67,11 +67,6 @@ def error(matrix: torch.Tensor, reference: torch.Tensor, matrices: Sequence[torc
     return float((matrix.double() - reference).norm()) / (size or 1.0)
 
 
-@pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("m", "n"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)

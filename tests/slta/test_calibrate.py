@@ -15,9 +15,10 @@ from conftest import MakeFamily
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
-from support import depths, families, memory, reference
+from support import families, memory, reference
 from support.copies import edit_tensors
 from support.families import LAYERS, ORIGINAL_CONTEXT, Family
+from support.processes import in_a_process
 from support.reference import largest_difference
 from support.rounding import gram_rounding, weight_rounding
 from support.slow import slow_but
@@ -141,14 +142,25 @@ def test_batches_are_halved_until_they_fit_and_one_sample_that_does_not_is_an_er
 # Memory
 
 
-def measure_maps(family: Family, folder: Path) -> None:
-    families.measure(family, "linear", "attn_mlp", tasks=depths.TASKS)
+def peak_of_measuring(little: Family, large: Family) -> int:
+    """Bytes that measuring the large family takes at most, above what measuring the little one leaves."""
+    tasks = [[[3 + (i * j) % 50 for i in range(16)] for j in range(4 * task + 1, 4 * task + 5)] for task in range(2)]
+    families.measure(little, "linear", "attn_mlp", tasks=tasks)
+    return memory.peak_of(lambda: families.measure(large, "linear", "attn_mlp", tasks=tasks))
 
 
-@depths.needs_account
-def test_memory_does_not_grow_with_the_number_of_routed_experts(forks: ForkServerContext, tmp_path: Path) -> None:
-    peaks = depths.peaks_of_mixtures(forks, measure_maps, tmp_path)
-    assert peaks[1] < peaks[0] + depths.STACK  # all models' experts would add more than three of these
+@memory.needs_account
+def test_memory_does_not_grow_with_the_number_of_routed_experts(
+    make_family: MakeFamily, forks: ForkServerContext
+) -> None:
+    """In mixtures whose layers outweigh all else: one of few experts, and one of as many as make a stack of 16 MiB."""
+    width, stack, peaks = 256, 2**24, list[int]()  # in float32
+    for experts in (4, stack // (4 * 3 * width**2)):
+        sizes = {"hidden_size": width, "intermediate_size": width, "num_local_experts": experts}
+        family = make_family(families.config_of("mixtral", **sizes, num_hidden_layers=1), dtype=torch.bfloat16)
+        peaks.append(in_a_process(forks, peak_of_measuring, make_family(), family))
+    print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, {stack / 2**20} MiB for the experts of one model's layer")
+    assert peaks[1] < peaks[0] + stack  # all models' experts would add more than three of these
 
 
 def test_layers_that_an_expert_leaves_as_they_are_do_not_run_for_it(

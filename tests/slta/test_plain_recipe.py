@@ -219,13 +219,6 @@ def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: F
         loaded.solve().save_recipe(tmp_path / "plain.yml")
 
 
-def test_the_model_level_needs_no_configuration(tmp_path: Path) -> None:
-    solution = made_up_statistics("model").solve("model")
-    content = yaml.safe_load(solution.save_recipe(tmp_path / "plain.yml").read_text())
-    weights = [entry["parameters"]["weight"] for entry in content["models"]]
-    assert weights == pytest.approx(solution.alpha["model"].tolist(), rel=10 ** (1 - DIGITS))
-
-
 def test_a_folder_is_written_as_a_path_that_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mergekit looks ``models/a`` up on the Hub when the weights are written."""
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,6 @@
 """The closed form against dense least squares over all features, and where it is singular."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +8,6 @@ import torch
 from support import reference
 from support.rounding import SOLVED_IN_FLOAT64
 
-from mergekit_slta.slta import solver
 from mergekit_slta.slta.solver import bootstrap, bootstrap_counts, sample_weights, solve
 
 EXPERTS = 3
@@ -21,10 +20,6 @@ SETTINGS = [
 ]
 
 
-def random_deltas(samples: Sequence[int] = (4, 5, 3), experts: int = EXPERTS) -> reference.Deltas:
-    return reference.random_deltas(samples, experts)
-
-
 def tasks(deltas: reference.Deltas) -> torch.Tensor:
     return torch.tensor(deltas.task)
 
@@ -34,22 +29,17 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_equals_dense_least_squares(settings: dict[str, object]) -> None:
-    deltas = random_deltas()
-    solution = solve(deltas.grams(), tasks(deltas), **settings)  # type: ignore[arg-type]
-    assert close(solution.alpha, reference.merging_weights(deltas, **settings))  # type: ignore[arg-type]
+def test_equals_dense_least_squares(settings: dict[str, Any]) -> None:
+    """And the share retained is that of the squared feature change."""
+    deltas = reference.random_deltas()
+    solution = solve(deltas.grams(), tasks(deltas), **settings)
+    assert close(solution.alpha, reference.merging_weights(deltas, **settings))
+    assert close(solution.retained, reference.retained([deltas], [solution.alpha], settings.get("balance", True)))
     assert solution.rank == EXPERTS
 
 
-@pytest.mark.parametrize("balance", [True, False])
-def test_retained_is_the_share_of_the_squared_feature_change(balance: bool) -> None:
-    deltas = random_deltas()
-    solution = solve(deltas.grams(), tasks(deltas), balance=balance)
-    assert close(solution.retained, reference.retained([deltas], [solution.alpha], balance))
-
-
 def test_condition_is_that_of_the_scaled_matrix() -> None:
-    deltas = random_deltas()
+    deltas = reference.random_deltas()
     design, _ = reference.stacked(deltas)
     singular_values = torch.linalg.svdvals(design / design.norm(dim=0))
     expected = (singular_values[0] / singular_values[-1]) ** 2
@@ -57,7 +47,7 @@ def test_condition_is_that_of_the_scaled_matrix() -> None:
 
 
 def test_a_sample_without_any_change_is_left_out_when_balanced() -> None:
-    deltas = random_deltas()
+    deltas = reference.random_deltas()
     before = solve(deltas.grams(), tasks(deltas)).alpha
     deltas.samples.insert(0, torch.zeros(EXPERTS, 12, dtype=torch.float64))
     deltas.task.insert(0, 0)
@@ -73,50 +63,36 @@ def test_no_change_at_all() -> None:
     assert torch.tensor(solution.condition).isnan()
 
 
-def related(kind: str) -> reference.Deltas:
-    """Features of which the third expert's depend on the second's in some extreme way."""
-    deltas = random_deltas()
-    for found in deltas.samples:
-        collinear = found[1] + 1e-6 * found[2] * found[1].norm() / found[2].norm()
-        found[2] = {
-            "equal": found[1],
-            "opposite": -found[1],
-            "zero": 0 * found[1],
-            "1e6 times larger": 1e6 * found[2],
-            "1e6 times smaller": 1e-6 * found[2],
-            "nearly collinear": collinear,
-            "the sum of the others": found[0] + found[1],
-        }[kind]
-    return deltas
-
-
-EXTREMES = (
-    *("equal", "opposite", "zero", "1e6 times larger", "1e6 times smaller", "nearly collinear"),
-    "the sum of the others",
-)
+# How an extreme third expert's features follow from all experts' features.
+EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "equal": lambda found: found[1],
+    "opposite": lambda found: -found[1],
+    "zero": lambda found: 0 * found[1],
+    "1e6 times larger": lambda found: 1e6 * found[2],
+    "1e6 times smaller": lambda found: 1e-6 * found[2],
+    "nearly collinear": lambda found: found[1] + 1e-6 * found[2] * found[1].norm() / found[2].norm(),
+    "the sum of the others": lambda found: found[0] + found[1],
+}
 
 
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize("kind", EXTREMES)
 def test_extreme_experts_get_the_least_weights_that_fit_best(kind: str, balance: bool) -> None:
     """The oracle decomposes the features themselves, whose singular values are the roots of the Gram's eigenvalues."""
-    deltas = related(kind)
+    deltas = reference.random_deltas()
+    for features in deltas.samples:
+        features[2] = EXTREMES[kind](features)
     solution = solve(deltas.grams(), tasks(deltas), balance=balance)
     design, target = reference.stacked(deltas, balance)
-    scale = design.norm(dim=0)
-    scaled = torch.where(scale > 0, design / scale.clamp_min(1e-300), 0.0)
-    least = torch.linalg.lstsq(scaled, target[:, None], rcond=solver.EIGENVALUE_CUTOFF**0.5, driver="gelsd").solution[
-        :, 0
-    ]
-    expected = torch.where(scale > 0, least / scale.clamp_min(1e-300), 0.0)
+    scale = design.norm(dim=0) / target.norm()
     assert solution.alpha.isfinite().all()
-    assert close(solution.alpha * scale / target.norm(), expected * scale / target.norm())
+    assert close(solution.alpha * scale, reference.merging_weights(deltas, balance=balance) * scale)
     assert solution.rank == EXPERTS - (0 if "times" in kind else 1)
 
 
 def with_base_task(experts: int = EXPERTS) -> tuple[reference.Deltas, torch.Tensor]:
     """Feature deltas whose last task is the base model's, and each sample's tokens."""
-    deltas = random_deltas(samples=(*(4, 5, 3)[:experts], 6), experts=experts)
+    deltas = reference.random_deltas(samples=(*(4, 5, 3)[:experts], 6), experts=experts)
     return deltas, torch.tensor([1 + row % 4 for row in range(len(deltas.task))])
 
 
@@ -180,7 +156,7 @@ def test_the_bootstrap_draws_the_base_models_prompts_and_keeps_their_scale(balan
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_bootstrap_solves_the_drawn_samples(settings: dict[str, object]) -> None:
-    deltas = random_deltas()
+    deltas = reference.random_deltas()
     counts = bootstrap_counts(tasks(deltas), 20, seed=3)
     found = bootstrap(deltas.grams(), tasks(deltas), 20, seed=3, **settings)  # type: ignore[arg-type]
     for drawn, alpha in zip(counts, found, strict=True):

@@ -166,23 +166,6 @@ def test_standard_errors_stand_with_the_weights(statistics: Statistics) -> None:
     assert f"  {' ±'.join(shown)}  " in repr(with_errors).splitlines()[1] and "±" not in repr(solution)
 
 
-def kept_by_definition(statistics: Statistics, name: str, alpha: torch.Tensor, task: int) -> torch.Tensor:
-    """1 − J(α) / J(0) of an expert's task, sample by sample (DESIGN: w_x (αᵀGα − 2 αᵀG[:, a] + G[a, a]))."""
-    lost = whole = torch.zeros((), dtype=torch.float64)
-    for gram in statistics.grams[name][statistics.task == task]:
-        weight = 1 / gram.diagonal().mean()
-        lost = lost + weight * (alpha @ gram @ alpha - 2 * alpha @ gram[:, task] + gram[task, task])
-        whole = whole + weight * gram[task, task]
-    return 1 - lost / whole
-
-
-def test_the_share_retained_is_what_its_definition_says(statistics: Statistics) -> None:
-    solution = statistics.solve("layer", ridge=0.1)
-    for name, alpha in solution.alpha.items():
-        shares = torch.stack([kept_by_definition(statistics, name, alpha, task) for task in range(3)])
-        assert torch.allclose(solution.retained[name], shares, rtol=0, atol=SOLVED_IN_FLOAT64)
-
-
 def test_a_solution_is_read_only(statistics: Statistics) -> None:
     """A weight that is set would stand in the table and not in the recipe."""
     solution: Any = statistics.solve("layer").bootstrap(5)

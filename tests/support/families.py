@@ -253,8 +253,6 @@ CURRENT = (
     *("gemma3_vision", "gemma4_vision", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "llama4_vision", "mistral3"),
     *("falcon_h1", "minimax", "zamba2"),
 )
-# mergekit 0.1.5 asks for a tensor that their checkpoints do not have, or leaves some of their tensors out.
-UNMERGED = ("gpt_neox", "falcon_alibi", "nemotron_h", "glm_moe_dsa")
 
 
 def model_class(config: PretrainedConfig) -> Any:

@@ -8,8 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+needs_account = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs Linux's account of anonymous memory"
+)
 
 
 def anonymous_memory() -> int:
@@ -35,54 +40,46 @@ def torch_without_memory() -> RuntimeError:
     raise AssertionError("a computer with an exabyte")
 
 
-class PeakMemory:
-    """The largest memory of this process while the block runs, above that at its start; looked at every 2 ms.
+class PeakMemory(TorchDispatchMode):
+    """The largest memory of this process while the block runs, above that at its start; mapped files do not count.
 
-    Mapped checkpoint files do not count.
+    It is looked at every 2 ms, and after every operation of torch as well, because a busy machine may not let the
+    thread run.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.bytes = 0  # the peak
-
-    def __enter__(self) -> PeakMemory:
-        self._start = anonymous_memory()
-        self._ended = threading.Event()
+        self._start, self._ended = anonymous_memory(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
 
-    def look(self) -> None:
-        """Look now."""
+    def _look(self) -> None:
         self.bytes = max(self.bytes, anonymous_memory() - self._start)
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self.look()
+            self._look()
 
-    def __exit__(self, *exception: object) -> None:
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         self._ended.set()
         self._thread.join()
-
-
-class _LookAfterOperations(TorchDispatchMode):
-    def __init__(self, peak: PeakMemory) -> None:
-        super().__init__()
-        self.peak = peak
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = operation(*args, **kwargs or {})
-        self.peak.look()
+        self._look()
         return result
 
 
 def peak_of(action: Callable[[], object]) -> int:
-    """Bytes that the action takes at most, above what the process took before.
-
-    The process is looked at after every operation of torch as well, because a busy machine may not let the thread that
-    looks every 2 ms run.
-    """
-    with PeakMemory() as peak, _LookAfterOperations(peak):
+    """Bytes that the action takes at most, above what the process took before."""
+    with PeakMemory() as peak:
         action()
     return peak.bytes

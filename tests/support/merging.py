@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file, save_file
 from support import actmat_reference, families, sftm_reference
 from support.copies import edited
@@ -106,7 +105,6 @@ def fuse_experts(folder: Path) -> None:
 
 def merged(family: Family, method: str, out: Path, **parameters: Any) -> Path:
     """A merge by stock mergekit in this process."""
-    LoaderCache.loaders.clear()
     content = families.recipe(family, method, calibration=method in ("slta", "featcal"), **parameters)
     return families.merge(content, out)
 

@@ -6,20 +6,20 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
-from multiprocessing.connection import wait
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300  # seconds after which what hangs is ended; none of them takes a tenth of it
 
 
-def run_python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python with this process's packages and return how it ended and what it said."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        cwd=cwd,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
@@ -40,6 +40,20 @@ def linked_packages(folder: Path) -> Path:
 def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a script, or ``-m`` and a module, in as many processes as torchrun starts on this machine."""
     return run_python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *arguments)
+
+
+def in_a_process(forks: ForkServerContext, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a module's function returns in a process of its own; what it raises fails the test."""
+    receive, answer = forks.Pipe(duplex=False)
+    process = forks.Process(target=_answer, args=(answer, function, arguments), daemon=True)
+    process.start()
+    process.join(TIMEOUT)
+    assert process.exitcode == 0
+    return receive.recv()
+
+
+def _answer(answer: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    answer.send(function(*arguments))
 
 
 def run_afresh(forks: ForkServerContext, code: str, *arguments: object) -> str:

@@ -150,7 +150,7 @@ class Deltas:
         return torch.stack([delta @ delta.T for delta in self.samples])
 
 
-def random_deltas(samples: Sequence[int], experts: int, seed: int = 0) -> Deltas:
+def random_deltas(samples: Sequence[int] = (4, 5, 3), experts: int = 3, seed: int = 0) -> Deltas:
     """Feature deltas of samples of different lengths and sizes, with a direction in common; how many of each task."""
     generator = torch.Generator().manual_seed(seed)
     found = Deltas()
