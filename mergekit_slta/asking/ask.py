@@ -267,7 +267,7 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
         if not is_out_of_memory(error):
             raise
         if len(rows) == 1:
-            fix = "ask for shorter answers (max_new_tokens), or answer on another device"
+            fix = "answer on another device, which goes on from here, or ask for shorter answers (max_new_tokens)"
             raise MachineError(f"One answer does not fit into the memory of {model.device}: {fix}.") from error
     gc.collect()
     torch.cuda.empty_cache()
@@ -334,5 +334,5 @@ def _finished(beside: Path, run: str) -> dict[int, _Answer]:
         with suppress(ValueError):  # the last one may be cut off
             entries.append(json.loads(line))
     if entries and entries[0] != run:
-        raise SltaError(f"{beside} holds answers of another model or to other prompts: delete it.")
+        raise SltaError(f"{beside} holds answers of another model, to other prompts or of another length: delete it.")
     return {number: _Answer(*answer) for number, answer in entries[1:]}

@@ -114,9 +114,10 @@ def _verdict(source: RecipeOrFile, experiment: Experiment) -> str:
     size = f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"
     keeping = ", with prompts for the base model" if recipe.keep else ""
     options = [*experiment.same_options()]
-    command = "merge(recipe, './merged')" + " with the same options" * bool(options)
+    out = f"./merged-{recipe.config.merge_method}"
+    command = f"merge(recipe, '{out}')" + " with the same options" * bool(options)
     if isinstance(source, (str, os.PathLike)):
-        command = shlex.join(["mergekit-yaml", os.fspath(source), "./merged", *options])
+        command = shlex.join(["mergekit-yaml", os.fspath(source), out, *options])
     return (
         f"Ready: merges {counted(len(recipe.experts), 'expert')} of {size} parameters with {recipe.config.merge_method}"
         f"{keeping}; next: {command}"
@@ -210,7 +211,11 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     missing = [task for task in files if not os.path.exists(os.path.expanduser(task.calibration))]
     to_read = [task for task in tasks if len(missing) == 1 or task not in missing]
     checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in to_read]
-    checks.append(partial(_require_files, missing, "mergekit-slta ask " in recipe.text))
+    asked = all(f"-o {shlex.quote(task.calibration)}" in recipe.text for task in missing)
+    checks.append(partial(_require_files, missing, asked))
+    if file is not None and not (measured or tasks):
+        fix = "correct its name, or give each expert a 'calibration' to measure it"
+        raise SltaError(f"There is no statistics file {file} (the current directory is {os.getcwd()!r}): {fix}.")
     checks.append(partial(require_calibration, recipe, statistics=measured))
     if file is not None and not measured:
         checks.append(partial(space.require_writable, f"The statistics file {file}", file))

@@ -205,7 +205,9 @@ class Run:
             except Exception as error:
                 if name == MERGE:
                     raise
-                self.say(f"{name} failed and is left out ({one_line(error)}). To try again, delete {SCORES}.")
+                self.say(
+                    f"{name} failed and is left out ({one_line(error)}). To try again, delete {plan.scores.output}."
+                )
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
         judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
         for name, step in plan.merges.items():
@@ -276,7 +278,7 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
         ahead, error = lead([tasks[title]], own_model(title), BASE)
         if ahead <= error:
             why = "which is no better than the base model by more than chance"
-            return f"leave {title} out, {why}, or give more of its prompts: the same command, for another folder"
+            return f"leave {title} out, {why}, or give more of its prompts: the same command without it, or with them"
     publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
     if best != MERGE:
         return f"take {best}, since {MERGE} is not better by more than chance: {publish} (or give more prompts)"
@@ -287,8 +289,9 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     edit = f"in {plan.recipes[MERGE].output}, and give the same command again"
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what it gives"
-        return f"count the base model's prompts more, {why}: set its 'weight: 2.0' {edit}"
+        return f"count the base model's prompts more, {why}: double its 'weight' {edit}"
     if general := [expert for expert in plan.experts if expert in plan.answers]:
-        answered = shlex.join(["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl"])
+        words = ["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl", *plan.options]
+        answered = shlex.join(words)
         return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"
-    return f"calibrate with 60 prompts, of files with more: set 'samples: 60' {edit}"
+    return f"calibrate with more prompts, where a file has them: double each expert's 'samples' {edit}"

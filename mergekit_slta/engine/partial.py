@@ -141,7 +141,7 @@ def require_finished(out: Path) -> None:
     if not out.is_dir():
         raise SltaError(f"There is no folder {out}: name the folder of the merge.")
     if (out / files.PARTIAL_OF_MERGE).exists():
-        raise SltaError(f"The merge into {out} is not finished: run it again, and it resumes where it ended.")
+        raise SltaError(f"The merge into {out} is not finished: run it again.")
 
 
 def run_of(folder: Path) -> dict[str, Any] | None:

@@ -33,7 +33,9 @@ SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
 BASE = "base model"  # its name in tables, and that of its own task
 Z = 1.96  # standard errors of a 95 % interval
-MORE = "Add prompts (60 or more: 30 calibrate, the rest is for `evaluate`), or name test data with `evaluation`."
+MORE = (
+    "Name test data with `evaluation`, or add prompts (60 or more: 30 calibrate, the rest is held out) and merge again."
+)
 
 
 @dataclass(frozen=True)

@@ -308,6 +308,11 @@ def data_of(recipe: Recipe) -> Recipe:
     if config.base_model is None:
         raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
     tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
+    if not any("calibration" in table for table in tables.values()):
+        raise SltaError(
+            "The recipe names no prompts: name one of the same models that has a 'calibration' for each expert, such "
+            "as a recipe for featcal."
+        )
     shared = {name: value for name, value in (config.parameters or {}).items() if name in names}
     models = [
         {"model": str(model), "parameters": {name: table[name] for name in SOURCES if name in table}}

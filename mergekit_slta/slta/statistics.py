@@ -72,7 +72,9 @@ class Statistics(Paragraphs):
         """
         if level not in self.info.levels:
             known = level in LEVELS
-            fix = f"measure it with 'mergekit-slta calibrate --level {level}'" if known else "name one of these"
+            measured = " ".join(f"--level {other}" for other in (*self.info.levels, level))
+            fix = f"measure another file with 'mergekit-slta calibrate RECIPE -o FILE {measured}'"
+            fix = fix if known else "name one of these"
             raise SltaError(f"The statistics hold no level '{level}', only {', '.join(self.info.levels)}: {fix}.")
         return of_level(self.grams, level)
 

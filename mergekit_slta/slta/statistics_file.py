@@ -103,7 +103,7 @@ def read_statistics(path: Path) -> Measured:
         raise SltaError(missing)
     if path.suffix in (".yml", ".yaml"):
         raise SltaError(f"{path} is a recipe, and no statistics file: measure it with 'mergekit-slta calibrate'.")
-    as_file = "cannot be read as a safetensors file", "download it or measure again"
+    as_file = "cannot be read as a safetensors file", "download it or measure into another file"
     with reading(path, *as_file), safetensors.safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -113,12 +113,12 @@ def read_statistics(path: Path) -> Measured:
         info = Info.model_validate_json(metadata[METADATA_KEY])
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
-        raise SltaError(f"{path} has unusable metadata ({where}): download it or measure again.") from None
+        raise SltaError(f"{path} has unusable metadata ({where}): download it or measure into another file.") from None
     task, tokens = tensors.pop("task"), tensors.pop("tokens")
     grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
     measured = {name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info
     if problem := _problem(measured):
-        raise SltaError(f"{path} is damaged or was changed ({problem}): download it or measure again.")
+        raise SltaError(f"{path} is damaged or was changed ({problem}): download it or measure into another file.")
     return measured
 
 

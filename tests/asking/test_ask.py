@@ -230,7 +230,9 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
     assert not out.exists()
     beside = tmp_path / "out.jsonl.partial"
     beside.write_bytes(beside.read_bytes()[:-9])  # while it wrote the last answer of the second batch
-    with pytest.raises(slta.SltaError, match=r"out.jsonl.partial holds answers of another model or to other prompts"):
+    with pytest.raises(
+        slta.SltaError, match=r"out.jsonl.partial holds answers of another model, to other prompts or of another length"
+    ):
         slta.ask(folder, out, prompts, max_new_tokens=9, quiet=True)
     batches, most = [], 4
     slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)

@@ -86,7 +86,7 @@ def test_check_says_that_a_merge_of_one_expert_is_its_copy(family: Family) -> No
     ("samples", "tested", "words"),
     [
         (5, None, ""),
-        (6, None, "has only 6 prompts, which all calibrate: none is left for `evaluate`. Add prompts (60 or more: 30"),
+        (6, None, "has only 6 prompts, which all calibrate: none is left for `evaluate`. Name test data with `evaluat"),
         (6, "abcabc", ""),
         (6, "", "has only prompts that calibrate: none is left for `evaluate`"),  # a copy
         (5, "missing", "does not exist"),
@@ -131,11 +131,11 @@ def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> Non
     recipe = families.recipe(family, calibration=False, level="layer", statistics=str(file))
     assert problems(recipe) == []
     recipe["parameters"]["level"] = "attn_mlp"
-    assert only(recipe).startswith("The statistics hold no level 'attn_mlp', only layer: measure it")
+    said = "The statistics hold no level 'attn_mlp', only layer: measure another file with 'mergekit-slta calibrate "
+    assert only(recipe) == f"{said}RECIPE -o FILE --level layer --level attn_mlp'."
     assert only(families.recipe(family, statistics=str(file))) == only(recipe)
     file.unlink()
-    names = ", ".join(map(str, family.experts[:-1]))
-    assert only(recipe).startswith(f"The experts {names} and {family.experts[-1]} have no 'calibration': give each a")
+    assert only(recipe).startswith(f"There is no statistics file {file} (the current directory is ")
 
 
 def test_a_check_leaves_the_prompts_that_were_drawn_and_not_the_files_that_they_are_from(family: Family) -> None:

@@ -245,7 +245,7 @@ MODELS: Rows = [
     (own_code([OWN]), "BASE/config.json cannot be read ("),
     (
         lambda c: (c.expert / PARTIAL_OF_MERGE).mkdir(parents=True),
-        "The merge into EXPERT is not finished: run it again, and it resumes where it ended.",
+        "The merge into EXPERT is not finished: run it again.",
     ),
     (
         lambda c: edit_config(c.base, num_hidden_layers=10**6),

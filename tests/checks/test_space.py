@@ -51,7 +51,9 @@ def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_na
     wide = check(Recipe(content | {"dtype": "float64", "out_dtype": "bfloat16"}), lora_merge_cache=cache).needs
     assert wide is not None and wide.memory == LIBRARIES + 8 * WHOLE  # more than the merge takes
     assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
-    assert "merge(recipe, './merged') with the same options" in str(check(Recipe(content), lora_merge_cache=cache))
+    assert "merge(recipe, './merged-actmat') with the same options" in str(
+        check(Recipe(content), lora_merge_cache=cache)
+    )
 
 
 def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: Family, tmp_path: Path) -> None:

@@ -194,8 +194,8 @@ def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
     assert judged().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
-    assert "set its 'weight: 2.0' in out/recipes/featcal.yml" in judged(keep=0.5)
-    assert "set 'samples: 60' in out/recipes/featcal.yml" in judged(task=0.5)
+    assert "double its 'weight' in out/recipes/featcal.yml" in judged(keep=0.5)
+    assert "double each expert's 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())
 
 

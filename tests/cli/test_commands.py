@@ -99,11 +99,11 @@ def test_check_says_what_is_worth_knowing_and_all_that_is_wrong(llama: Family, w
     assert "as the model sees it" in said and "as the model sees it" not in quiet
     assert "Note: Merging in bfloat16" in said and "Note:" not in quiet
     size = sum(parameter.numel() for parameter in llama.model(0).parameters()) / 1e6
-    next_step = f"with slta; next: mergekit-yaml {recipe} ./merged\n"
+    next_step = f"with slta; next: mergekit-yaml {recipe} ./merged-slta\n"
     assert f"Ready: merges 3 experts of {size:.3g} million parameters {next_step}" in said
     spaced = shutil.copy(recipe, recipe.with_name("my recipe.yml"))
     options = ["--transformers-cache", recipe.parent, "--trust-remote-code"]
-    command = shlex.join(["mergekit-yaml", str(spaced), "./merged", *map(str, options)])
+    command = shlex.join(["mergekit-yaml", str(spaced), "./merged-slta", *map(str, options)])
     assert f"next: {command}\n" in run("check", spaced, *options).output
     text = run("check", write_recipe(llama, levle="layer", samples=0, per_expert={"templat": "{text}"}), code=1).output
     assert "did you mean 'level'?" in text and "'samples'" in text and text.count("did you mean 'template'?") == 1

@@ -259,7 +259,7 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     assert "a 2.0000 3.0000 1.0000" in lines and "code 50 40 30 0 70" in lines
     joined = " ".join(text.split())
     for said in (
-        "because all prompts calibrate: words. Add prompts (60 or more",
+        "because all prompts calibrate: words. Name test data with `evaluation`, or add prompts (60 or more",
         "The expert is no better than the base model, so its gain is not defined, on: code.",
         "all tokens of a prompt are scored",
         "On their own tasks these experts give under half of the short answers: code.",
@@ -374,7 +374,9 @@ def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(pair
     found = evaluate(recipe_of(paired), paired.experts[0], quiet=True)
     assert list(found.tasks) == ["expert0"] and found.unscored == ("expert1",)
     assert "because all prompts calibrate: expert1." in " ".join(str(found).split())
-    with pytest.raises(SltaError, match="There is no prompt to evaluate on.*60 or more: 30 calibrate.*`evaluation`"):
+    with pytest.raises(
+        SltaError, match="There is no prompt to evaluate on.*`evaluation`.*60 or more: 30 calibrate.*merge again"
+    ):
         evaluate(recipe_of(paired, samples=RECORDS), paired.base, quiet=True)
 
 
@@ -410,3 +412,5 @@ def test_no_folder_no_records_and_models_of_other_tokens_are_refused(paired: Fam
             evaluate(recipe_of(paired), merged, quiet=True)
     with pytest.raises(SltaError, match="The expert x has no 'calibration'"):
         evaluate(families.recipe_of(paired.base, {"x": {}}), paired.base, quiet=True)
+    with pytest.raises(SltaError, match="The recipe names no prompts: name one .* such as a recipe for featcal"):
+        evaluate(Recipe(families.recipe(paired, "actmat", calibration=False)), paired.base, quiet=True)
