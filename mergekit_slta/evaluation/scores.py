@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,15 +87,15 @@ def score_model(
 def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     """The bytes that it takes to score a model: the hidden states, and one layer or the head with the logits."""
     tasks = [[sample.token_ids for sample in group] for group in groups]
-    lengths = [len(row) for task in tasks for row in task]
-    shapes = memory.batch_shapes(decoder, tasks)
-    positions = min(max(LOGIT_POSITIONS, *lengths), max(map(math.prod, shapes)))
-    # The logits of some positions, and for one sample the probabilities and their logarithms.
-    logits = memory.NUMBER * decoder.model.config.get_text_config().vocab_size * (positions + 2 * max(lengths))
+    shapes, tokens = memory.batch_shapes(decoder, tasks), sum(len(row) for task in tasks for row in task)
+    positions = min(LOGIT_POSITIONS, max(map(math.prod, shapes)))
+    # Of some positions the logits, the logarithms of the probabilities, and hidden states in what is before them.
+    wide = 2 * decoder.model.config.get_text_config().vocab_size + 6 * memory.hidden_size(decoder)
+    logits = memory.NUMBER * wide * positions
     # The layer's input and its copy, the outputs of its children and a copy, the stream, a norm's parts; an MLP's
     # factors and their product, which are wider than the attention's queries, keys and values.
     batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 7, inner=3, scores=3)
-    waiting = memory.states_bytes(decoder, tasks, 1) + 3 * memory.TOKEN * sum(lengths)  # with the answers of all models
+    waiting = memory.states_bytes(decoder, tasks, 1) + 3 * memory.TOKEN * tokens  # with the answers of all models
     inside = max(memory.edge_bytes(decoder) + logits, memory.layer_bytes(decoder, 1) + batch)
     return memory.LIBRARIES + waiting + inside
 
@@ -117,19 +117,26 @@ class _Scoring(LayerMethod[dict[int, Score]]):
         samples = [sample for group in self.groups for sample in group]
         scores: dict[int, Score] = {}
         for number, batch in enumerate(streams.batches):
-            hidden = streams.hidden(0, number)
-            several = max(1, LOGIT_POSITIONS // hidden.shape[1])
-            for begin in range(0, len(batch.rows), several):
-                predicted = logits(self.decoder, hidden[begin : begin + several], edges)
-                rows = batch.rows[begin : begin + several]
-                scores |= {row: _score(predicted[index], samples[row]) for index, row in enumerate(rows)}
-                del predicted  # before the next are made beside them
+            of_batch = [samples[row] for row in batch.rows]
+            scores |= zip(batch.rows, self._scored(streams.hidden(0, number), of_batch, edges), strict=True)
         return scores
 
-
-def _score(predicted: torch.Tensor, sample: Sample) -> Score:
-    """A record's score from the logits [S, V] of its positions; those of padding follow them."""
-    wanted = torch.tensor(sample.token_ids[sample.begin : sample.end], device=predicted.device)
-    chosen = predicted[sample.begin - 1 : sample.end]
-    losses = torch.nn.functional.cross_entropy(chosen[:-1].float(), wanted, reduction="none")
-    return Score(float(losses.cpu().double().sum()), tuple(chosen.argmax(-1).tolist()))
+    def _scored(self, hidden: torch.Tensor, samples: Sequence[Sample], edges: Tensors) -> Iterator[Score]:
+        """The scores of a batch's records, from those of the hidden states [B, S, D] that predict their tokens."""
+        predicting = torch.cat([hidden[row, sample.begin - 1 : sample.end] for row, sample in enumerate(samples)])
+        # What is after the last token is not predicted.
+        wanted = torch.tensor([token for s in samples for token in (*s.token_ids[s.begin : s.end], 0)])
+        width = min(hidden.shape[1], LOGIT_POSITIONS)  # no more positions than the model has
+        rest, losses, likeliest = -len(wanted) % width, list[torch.Tensor](), list[torch.Tensor]()
+        states = torch.cat([predicting, predicting.new_zeros(rest, *predicting.shape[1:])]).unflatten(0, (-1, width))
+        tokens, several = torch.nn.functional.pad(wanted, (0, rest)).view(-1, width), LOGIT_POSITIONS // width
+        for rows, ids in zip(states.split(several), tokens.to(states.device).split(several), strict=True):
+            predicted = logits(self.decoder, rows, edges).flatten(0, 1).float()
+            losses.append(torch.nn.functional.cross_entropy(predicted, ids.flatten(), reduction="none").cpu().double())
+            likeliest.append(predicted.argmax(-1).cpu())
+            del predicted  # before the next are made beside them
+        parts = (
+            torch.cat(of_all)[: len(wanted)].split([s.length + 1 for s in samples]) for of_all in (losses, likeliest)
+        )
+        for loss, tokens in zip(*parts, strict=True):
+            yield Score(float(loss[:-1].sum()), tuple(tokens.tolist()))

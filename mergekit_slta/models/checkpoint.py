@@ -124,25 +124,24 @@ class Checkpoint:
     def _stack(
         self, name: str, model: transformers.PreTrainedModel, shape: Sequence[int], device: torch.device | str
     ) -> ExpertStack | None:
-        """A mixture's experts: each is read once now, to check it, and again whenever it is used.
+        """A mixture's experts: each is read whenever it is used, and checked when it is used first.
 
         None if their parts cannot be told apart. On the CPU the stored tensors are mapped from the file.
         """
-        layout = self.model.layout(model)
+        layout, checked = self.model.layout(model), set[int]()
         if name not in layout or not layout.in_parts(name):
             return None
 
         def part(mixture_expert: int) -> torch.Tensor:
-            with reading(f"The tensor {name} of {self}"):
-                return layout.read(name, self._loader.get_tensor, mixture_expert)
-
-        def again(mixture_expert: int) -> torch.Tensor:
             self.refuse_changes()
-            return part(mixture_expert).to(device).float()
+            with reading(f"The tensor {name} of {self}"):
+                tensor = layout.read(name, self._loader.get_tensor, mixture_expert)
+            if mixture_expert not in checked:
+                self._refuse_broken(name, tensor)
+                checked.add(mixture_expert)
+            return tensor.to(device).float()
 
-        for mixture_expert in range(shape[0]):
-            self._refuse_broken(name, part(mixture_expert))
-        return ExpertStack(shape, device, again)
+        return ExpertStack(shape, device, part)
 
     def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:
         if not is_finite(tensor):

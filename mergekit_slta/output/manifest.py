@@ -28,7 +28,7 @@ from mergekit_slta.recipe.settings import Parameters, expert_parameters
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.tables import as_json
 
-_SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
+_SNAPSHOT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
 
 
 class MergedModel(BaseModel, frozen=True):
@@ -189,5 +189,5 @@ def _revision(model: ModelReference) -> str:
     places = zip(
         filter(None, (model.model, model.lora)), source_folders(model, LoaderCache().hf_cache_dir), strict=False
     )
-    commits = [(_SNAPSHOT.search(folder.as_posix()), path.revision or "") for path, folder in places]
+    commits = [(_SNAPSHOT.search(str(folder)), path.revision or "") for path, folder in places]
     return "+".join(found[1] if found else named for found, named in commits).strip("+")
