@@ -195,7 +195,7 @@ class Run:
         one that the verdict recommends, unless all are to ``keep``.
         """
         plan = self._plan
-        for step in (*plan.recipes.values(), *plan.answers.values()):
+        for step in plan.answers.values():
             self.take(step)
         if not (scored := self.is_done(plan.scores) and self.is_done(plan.merges[MERGE])):
             self._marks.pop(str(plan.scores.output), None)  # which are in a merge's manifest, too

@@ -141,6 +141,8 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     of_plan = {name: options.pop(name) for name in ("calibration", "keep_base", "against")}
     planned = automatic.Plan(base, experts, folder, **of_plan)
     run = automatic.Run(planned, typed, options["quiet"])
+    for step in planned.recipes.values() if not dry_run else ():  # first: a refusal may ask for an edit
+        run.take(step)
     experiment = planned.checked(applied(options), run.is_done(planned.recipes[automatic.MERGE]))
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     lines = "\n".join(planned.described(experiment)).splitlines()

@@ -137,10 +137,23 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
         json.loads(run(*words, "--dry-run", "--json", "-").stdout)["lines"]
     )
     models.calibration["sums"].unlink()
-    assert "sums.jsonl" in run(*words, code=1).stderr and not Path("out").exists()
-    Path("out").mkdir()
-    Path("out/mine.txt").write_text("mine")
-    assert "files that `auto` has not written" in run(*words, code=1).stderr
+    assert "sums.jsonl" in run(*words, code=1).stderr
+    assert {file.name for file in Path("out").iterdir()} == {"recipes", "steps.json", "log.txt"}
+    Path("mine").mkdir()
+    Path("mine/mine.txt").write_text("mine")
+    others = ["mine" if word == "out" else word for word in words]
+    assert "files that `auto` has not written" in run(*others, code=1).stderr
+
+
+def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(models: family.Family) -> None:
+    words, file = arguments(models, "sums", "strings"), models.calibration["sums"]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps({'q': row['question'], 'a': row['answer']})}\n" for row in rows))
+    assert "Give the expert a 'template'" in run(*words, code=1).stderr
+    recipe = Path("out/recipes/featcal.yml")
+    line = f'calibration: "{file}"'
+    recipe.write_text(recipe.read_text().replace(line, f"{line}\n      template: '{{q}}{{a}}'"))
+    assert "featcal gives, of the" in run(*words).stdout
     with pytest.raises(SltaError, match="--calibration is given 2 times"):
         auto.Plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
     with pytest.raises(SltaError, match="with one, leave it out, or copy the expert"):
