@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from mergekit_slta.recipe.text import parameter_tables
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
-from mergekit_slta.words import counted, enumerated, listed
+from mergekit_slta.words import counted, listed
 
 HALF = ("bfloat16", "float16")
 SHOWN = 150  # characters at the beginning and at the end of a sample
@@ -207,12 +207,7 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     file = resolve_statistics(name, experiment.options.transformers_cache) if name else None
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
-    files = [task for task in tasks if not is_dataset(task.calibration)]
-    missing = [task for task in files if not os.path.exists(os.path.expanduser(task.calibration))]
-    to_read = [task for task in tasks if len(missing) == 1 or task not in missing]
-    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in to_read]
-    asked = all(f"-o {shlex.quote(task.calibration)}" in recipe.text for task in missing)
-    checks.append(partial(_require_files, missing, asked))
+    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in tasks]
     if file is not None and not (measured or tasks):
         fix = "correct its name, or give each expert a 'calibration' to measure it"
         raise SltaError(f"There is no statistics file {file} (the current directory is {os.getcwd()!r}): {fix}.")
@@ -225,14 +220,6 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
         checks.append(partial(published_names, recipe))
     all_of(checks)
     experiment.load_data([task for task in tasks if _is_seen(experiment, task)])
-
-
-def _require_files(missing: Sequence[Task], asks: bool) -> None:
-    """Refuse several files that are missing at once; one is refused where it is read."""
-    if len(missing) > 1:
-        names = enumerated([repr(task.calibration) for task in missing])
-        fix = "the 'ask' commands in the recipe's comments write them" if asks else "write them, or correct their names"
-        raise SltaError(f"Calibration files {names} do not exist (the current directory is {os.getcwd()!r}): {fix}.")
 
 
 def _require_samples(experiment: Experiment, task: Task) -> None:
