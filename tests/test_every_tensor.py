@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, Qwen3VLMoeConfig
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.maps import Role
+from mergekit_slta.models.layout import meta_model
 from mergekit_slta.slta.statistics import Statistics
 
 METHODS = ("slta", "featcal", "actmat", "sftm")
@@ -234,6 +235,9 @@ def test_experts_that_are_stored_turned_are_merged_by_the_same_weights(method: s
     wanted, written = (stored(merged(own, method, own.base.parent / "out", **settings)) for own in (family, turned))
     turn_experts(written)
     assert wrong_tensors(written, wanted.__getitem__, stored(family.base)) == []
+    for own in (family, turned):  # one of many experts is in memory at a time
+        (base, *_), model = families.checkpoints(own.folders), meta_model(own.config)
+        assert base.model.layout(model).in_parts("model.language_model.layers.0.mlp.experts.gate_up_proj")
     if method == "actmat":
         names = [name for name in wanted if ".experts." in name]
         by_hand = functools.partial(by_reference, [stored(own) for own in family.folders], "actmat", role=Role.LINEAR)

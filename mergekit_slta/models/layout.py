@@ -227,7 +227,7 @@ class Layout:
         """Whether the parts of a mixture's tensor can be read one expert at a time."""
         source = self._source(target)
         assert source is not None
-        return source.converter is None or _by_expert(source.converter)
+        return source.converter is None or _by_expert(source.converter) or _may_turn(source.converter)
 
     def pieces_of(self, target: str, mixture_expert: int | None = None) -> list[Piece]:
         """The stored tensors that make a tensor of the model, or the part of a mixture's expert."""
@@ -241,9 +241,10 @@ class Layout:
         """Read a tensor of the model, which must be there, or the part of a mixture's expert, from the stored ones."""
         source = self._source(target)
         assert source is not None
-        if source.converter is None:
-            whole = load(source.pieces[0].stored)
-            return whole if mixture_expert is None else whole[mixture_expert]
+        if source.converter is None or (mixture_expert is not None and _may_turn(source.converter)):
+            whole, turned = load(source.pieces[0].stored), self.turned(source.pieces[0].stored)
+            part = whole if mixture_expert is None else whole[mixture_expert]
+            return part.mT if turned else part
         one = mixture_expert is not None and _by_expert(source.converter)
         pieces = [
             (piece.pattern, piece.stored, partial(load, piece.stored))
@@ -318,6 +319,12 @@ def _by_expert(converter: WeightConverter) -> bool:
     """Whether a conversion stacks the matrices of a mixture's experts."""
     operation = converter.operations[0]
     return isinstance(operation, MergeModulelist) and operation.dim == 0
+
+
+def _may_turn(converter: WeightConverter) -> bool:
+    """Whether a conversion exchanges the rows and columns of all matrices in a stack, if its shape says so."""
+    operations = converter.operations
+    return all(isinstance(one, Transpose) and one.check_dims and {one.dim0, one.dim1} == {1, 2} for one in operations)
 
 
 def _numbered(pattern: str) -> str:
