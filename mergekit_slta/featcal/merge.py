@@ -388,38 +388,35 @@ class _Layer:
         for number in numbers:
             first, down = (m for m in group.maps if m.mixture_expert == number)
             # By task: the merged model's inputs, the task's own model's, and each token's sample and weight.
-            reaching = [self._reaching(routed, number, task) for task in range(len(self.owners))]
+            reaching = [list(self._reaching(routed, number, task)) for task in range(len(self.owners))]
             self._solve_reached(first, reaching)
             hidden = []
             for tokens, owner in zip(reaching, self.owners, strict=True):
-                pairs = [(first.apply(self.merged, x), first.apply(owner, y), *rest) for x, y, *rest in tokens]
+                ours, theirs = (first.function(tensors) for tensors in (self.merged, owner))
+                pairs = [(ours(x), theirs(y), *rest) for x, y, *rest in tokens]
                 hidden.append([(fused_hidden(module, x), fused_hidden(module, y), *rest) for x, y, *rest in pairs])
             self._solve_reached(down, hidden)
 
     def _reaching(
         self, routed: Sequence[tuple[RoutedInputs, torch.Tensor]], mixture_expert: int, task: int
-    ) -> list[tuple[torch.Tensor, ...]]:
-        """What of a task goes to a mixture's expert: the inputs of both models [n, in], samples and weights [n].
-
-        One tuple for all batches, since each use of a matrix reads it; none if this process has no batch of the task.
-        """
-        parts, device = list[tuple[torch.Tensor, ...]](), self.merge.decoder.device
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
+        """What of a task goes to a mixture's expert: the inputs of both models [n, in], samples and weights [n]."""
         for number, batch in self.streams.batches_of(task):
             merged, owner_values = routed[number]
             reached = (merged.routes == mixture_expert).any(-1)
             inputs, owner_inputs, tokens = (
                 part[reached.to(part.device)] for part in (merged.values, owner_values, merged.tokens.cpu())
             )
-            places, token_weights = self.merge.places_and_weights(batch)
-            parts.append((inputs.to(device), owner_inputs.to(device), places[tokens], token_weights[tokens]))
-        return [tuple(map(torch.cat, zip(*parts, strict=True)))] if parts else []
+            device, (places, token_weights) = self.merge.decoder.device, self.merge.places_and_weights(batch)
+            yield inputs.to(device), owner_inputs.to(device), places[tokens], token_weights[tokens]
 
     def _solve_reached(self, linear_map: LinearMap, reaching: Sequence[Sequence[tuple[torch.Tensor, ...]]]) -> None:
         """Solve one map of a mixture's expert on the tokens of every task that reach it."""
 
         def tokens_of(task: int) -> Iterator[Tokens]:
+            matrix = linear_map.matrix(self.owners[task])  # read once for all batches
             for x, y, samples, token_weights in reaching[task]:
-                yield x, y @ linear_map.matrix(self.owners[task]).T, samples, token_weights
+                yield x, y @ matrix.T, samples, token_weights
 
         self.solve([linear_map], tokens_of, sum(len(tokens[0]) for task in reaching for tokens in task))
 

@@ -7,9 +7,10 @@ own model, built without weights. Merge methods that see one tensor at a time de
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -161,9 +162,9 @@ class LinearMap:
         """A matrix [out, in] as the map's weight is stored."""
         return (matrix.mT if self.transposed else matrix).contiguous()
 
-    def apply(self, tensors: Tensors, inputs: torch.Tensor) -> torch.Tensor:
-        """The map's outputs [..., out] for inputs [..., in]."""
-        return torch.nn.functional.linear(inputs, self.matrix(tensors), self.offset(tensors))
+    def function(self, tensors: Tensors) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What gives the outputs [..., out] for inputs [..., in]; it reads a mixture's matrix once."""
+        return partial(torch.nn.functional.linear, weight=self.matrix(tensors), bias=self.offset(tensors))
 
     def offset(self, tensors: Tensors) -> torch.Tensor | None:
         """The map's bias [out]."""

@@ -216,7 +216,7 @@ class LayerFeatures:
             for m in self.maps
             if m.module == down.module and m.mixture_expert == down.mixture_expert and m is not down
         )
-        return fused_hidden(module, first.apply(self.tensors[0], inputs))
+        return fused_hidden(module, first.function(self.tensors[0])(inputs))
 
 
 def logit_grams(
