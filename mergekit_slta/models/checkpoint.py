@@ -202,6 +202,8 @@ class ExpertStack(torch.Tensor):
         if func is _aten.select.int and args[1] == 0:
             stack: ExpertStack = args[0]
             return stack.part(int(args[2]))
+        if func is _aten.equal.default and args[0].shape == args[1].shape:
+            return all(torch.equal(args[0][index], args[1][index]) for index in range(len(args[0])))
         if func._schema.is_mutable and isinstance(args[0], cls):
             raise TypeError(f"{func} cannot change the experts of a mixture that are read when they are used.")
         args, kwargs = tree_map(lambda value: value.whole() if isinstance(value, cls) else value, (args, kwargs or {}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -135,13 +136,39 @@ class LayerFeatures:
         inputs_of = {linear_map.module for linear_map in (*self.maps, *others)} | self.head_modules
         return self.decoder.run(self.layer, self.tensors[0], hidden, call, inputs_of=inputs_of)
 
-    def run(self, tensors: Tensors, base: LayerRun, hidden: torch.Tensor, call: LayerCall) -> ExpertRun:
-        """Run the layer with other tensors on the base model's input, and its branches each on theirs."""
+    @cached_property
+    def changed_children(self) -> list[frozenset[str]]:
+        """For each expert, the layer's children, and tensors of its own, that differ from the base model's."""
+        base, *experts = self.tensors
+        return [
+            frozenset(name.partition(".")[0] for name, tensor in expert.items() if not torch.equal(tensor, base[name]))
+            for expert in experts
+        ]
+
+    def run(
+        self,
+        tensors: Tensors,
+        base: LayerRun,
+        hidden: torch.Tensor,
+        call: LayerCall,
+        *,
+        changed: frozenset[str] | None = None,
+    ) -> ExpertRun:
+        """Run the layer with other tensors on the base model's input, and its branches each on theirs.
+
+        ``changed`` are the children whose tensors differ from the base model's; by default any may. A run without one
+        of them would repeat the base model's, which stands for it.
+        """
         inputs_of = self.head_modules
         by_part: dict[str, LayerRun] = {}
-        if self.whole:
+        if self.whole and changed is not None and not changed:
+            by_part[WHOLE] = base
+        elif self.whole:
             by_part[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, inputs_of=inputs_of)
         for branch in self.branches_to_run:
+            if changed is not None and not self.structure.branches[branch] & changed:
+                by_part[branch] = base
+                continue
             replay = self.structure.others_of(branch, base)
             by_part[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, inputs_of=inputs_of)
         return ExpertRun({self.heads.output.weight: tensors[self.heads.output.weight]} if self.heads else {}, by_part)
@@ -162,7 +189,8 @@ class LayerFeatures:
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Each submodule's name and its Gram matrices [B, T, T] float64, given the base model's run on a batch."""
-        runs = [self.run(tensors, base, hidden, call) for tensors in self.tensors[1:]]
+        pairs = zip(self.tensors[1:], self.changed_children, strict=True)
+        runs = [self.run(tensors, base, hidden, call, changed=changed) for tensors, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
         routed = {

@@ -17,14 +17,18 @@ from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families, memory, reference
 from support.copies import edit_tensors
-from support.families import ORIGINAL_CONTEXT, Family
+from support.families import LAYERS, ORIGINAL_CONTEXT, Family
 from support.processes import in_a_process
 from support.reference import largest_difference
 from support.rounding import gram_rounding, weight_rounding
 from support.slow import slow_but
 
+from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.trace import trace
+from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.solver import solve
 
 LEVELS = ("layer", "attn_mlp")
@@ -157,3 +161,22 @@ def test_memory_does_not_grow_with_the_number_of_routed_experts(
         peaks.append(in_a_process(forks, peak_of_measuring, make_family(), family))
     print(f"peaks {[peak / 2**20 for peak in peaks]} MiB, {stack / 2**20} MiB for the experts of one model's layer")
     assert peaks[1] < peaks[0] + stack  # all models' experts would add more than three of these
+
+
+def test_layers_that_an_expert_leaves_as_they_are_do_not_run_for_it(
+    make_family: MakeFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by content; what runs for it is the branch that it changes, in a layer that it changes."""
+    family = make_family(experts=2, records=2, touch=lambda name: f"layers.{LAYERS - 1}.self_attn" in name)
+    ran, run = [0] * LAYERS, Decoder.run
+
+    def counting(self: Decoder, layer: int, *arguments: Any, **more: Any) -> Any:
+        ran[layer] += 1
+        return run(self, layer, *arguments, **more)
+
+    arguments = trace(family.config), families.checkpoints(family.folders), family.token_ids(), Ranks(), ["attn_mlp"]
+    pass_layers(Calibration(*arguments))  # finds out what it needs to know about the layers
+    monkeypatch.setattr(Decoder, "run", counting)
+    pass_layers(Calibration(*arguments))
+    batches = 2
+    assert ran == [batches] * (LAYERS - 1) + [3 * batches]
