@@ -297,7 +297,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
-    rounded = has_adapters(recipe.references) and experiment.options.lora_merge_dtype is None
+    of_adapters = experiment.options.lora_merge_dtype or str(base.config.dtype)
+    rounded = has_adapters(recipe.references) and of_adapters.removeprefix("torch.") in HALF
     if dtype in HALF and (rounded or not isinstance(settings, FeatcalSettings)):
         yield (
             f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "
@@ -332,4 +333,4 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
         usable = experiment.source(task, task.calibration).draw(sys.maxsize, quiet=True)  # also by other tasks
         count = counted(len(usable.records), "prompt")
         has = f"only {count}, which all calibrate" if source == task.calibration else "only prompts that calibrate"
-        yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}"
+        yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}."

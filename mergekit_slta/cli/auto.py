@@ -53,8 +53,9 @@ class Step(NamedTuple):
         inputs = list[Path]()
         for name in names:
             path, below = Path(name.removeprefix("hf:")).expanduser(), "**/*" if name.startswith("hf:") else "*"
-            inputs += sorted(path.glob(below)) if path.is_dir() else [path]
-        stats = [(str(file), file.stat()) for file in inputs if file.is_file() and file.name[0] != "."]  # as .DS_Store
+            found = (file for file in path.glob(below) if file.name[0] != ".")  # such as .DS_Store
+            inputs += sorted(found) if path.is_dir() else [path]
+        stats = [(str(file), file.stat()) for file in inputs if file.is_file()]
         return files.digest([*self.command, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
 
 
@@ -83,6 +84,7 @@ class Plan:
         base, *experts = (re.sub(r"/+(?=\+|$)", "", name) for name in (base, *experts))  # as a shell completes folders
         self.folder, self.base, self.experts = folder, base, experts
         self.options: Sequence[str] = ()  # mergekit's, for every step that opens models
+        self.notes: Sequence[str] = ()  # of the check
         models = [*experts, *[base] * keep_base]
         written = dict(zip(models, (folder / "answers" / file for file in answer_files(models)), strict=True))
         self.answers = {
@@ -146,7 +148,8 @@ class Run:
         """``run`` takes a command's words after "mergekit-slta"; an SltaError if the folder holds other files."""
         self._plan, self._run, self._quiet = plan, run, quiet
         self._steps, folder = plan.folder / STEPS, plan.folder
-        if folder.is_dir() and any(folder.iterdir()) and not self._steps.is_file():
+        others = folder.is_dir() and any(file.name != LOG and file.name[0] != "." for file in folder.iterdir())
+        if others and not self._steps.is_file():
             raise SltaError(f"{folder} holds files that `auto` has not written: name another folder.")
         self._marks: dict[str, str] = json.loads(self._steps.read_bytes()) if self._steps.is_file() else {}
 
@@ -195,7 +198,7 @@ class Run:
         one that the verdict recommends, unless all are to ``keep``.
         """
         plan = self._plan
-        for step in plan.answers.values():
+        for step in (*plan.recipes.values(), *plan.answers.values()):
             self.take(step)
         if not (scored := self.is_done(plan.scores) and self.is_done(plan.merges[MERGE])):
             self._marks.pop(str(plan.scores.output), None)  # which are in a merge's manifest, too
@@ -294,4 +297,4 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
         words = ["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl", *plan.options]
         answered = shlex.join(words)
         return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"
-    return f"calibrate with more prompts, where a file has them: double each expert's 'samples' {edit}"
+    return f"calibrate with more prompts, where a file has them: double 'samples' {edit}"

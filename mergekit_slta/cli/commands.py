@@ -91,9 +91,9 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 
     Models are folders or Hub ids; write an adapter after its base model, BASE+ADAPTER. Save the recipe with
     '> recipe.yml', then `check` it. --calibration gives a model a file or dataset of prompts: write it once for each
-    EXPERT, in their order, and once more for the base model, to keep its abilities. For files that do not exist yet,
-    the recipe lists the `ask` commands with which the models write them. The methods actmat and sftm need no prompts;
-    task_arithmetic and ties are mergekit's own methods, for comparison.
+    EXPERT, in their order, and once more for the base model, to keep its abilities. For the models' answers, and for
+    files that do not exist yet, the recipe lists the `ask` commands that write them. The methods actmat and sftm need
+    no prompts; task_arithmetic and ties are mergekit's own methods, for comparison.
     """
     click.echo(new_recipe(base, experts, method, **options), nl=False)
 
@@ -121,11 +121,11 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, **options: Any) -> Result:
     """Merge each EXPERT, a fine-tune of the model BASE, with featcal, compare the merge, and say what it is worth.
 
-    The command first says what it is going to do, and refuses what `check` refuses. Models without --calibration answer
-    prompts of the package. The merge is compared with simple merges that need no prompts. Every step is printed as the
-    command that does the same, and FOLDER holds what it writes: recipes, answers, merged models, scores.json, log.txt,
-    and report.html on the merge. The same command goes on after an interruption, and after a change runs the steps that
-    the change concerns.
+    The command first writes recipes, which you may edit, says what it is going to do, and refuses what `check` refuses.
+    Models without --calibration answer prompts of the package. The merge is compared with simple merges that need no
+    prompts. Every step is printed as the command that does the same, and FOLDER holds what it writes: recipes, answers,
+    merged models, scores.json, log.txt, and report.html on the merge. The same command goes on after an interruption,
+    and after a change runs the steps that the change concerns.
     """
     from mergekit_slta.cli import auto as automatic
 
@@ -141,8 +141,9 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     of_plan = {name: options.pop(name) for name in ("calibration", "keep_base", "against")}
     planned = automatic.Plan(base, experts, folder, **of_plan)
     run = automatic.Run(planned, typed, options["quiet"])
-    for step in planned.recipes.values() if not dry_run else ():  # first: a refusal may ask for an edit
-        run.take(step)
+    for step in planned.recipes.values() if not dry_run else ():
+        if not step.output.exists():  # before the check, which may ask for an edit
+            run.take(step)
     experiment = planned.checked(applied(options), run.is_done(planned.recipes[automatic.MERGE]))
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     lines = "\n".join(planned.described(experiment)).splitlines()

@@ -301,7 +301,8 @@ def read_records(source: str) -> Sequence[Record]:
         )
     elif not os.path.isfile(path):
         problem = "is not an ordinary file" if os.path.exists(path) else "does not exist"
-        fix = "name another, or have a model write its answers there with 'mergekit-slta ask'"
+        asked = problem == "does not exist" and extension == ".jsonl"
+        fix = "correct its name" + ", or write it with 'mergekit-slta ask'" * asked
         raise SltaError(f"Calibration file {source!r} {problem} (the current directory is {os.getcwd()!r}): {fix}.")
     else:
         with reading(f"Calibration file {source!r}", fix="correct it, and save it as UTF-8"):

@@ -1,14 +1,13 @@
 """The loop over a model's layers that calibration, feature merges, linearity and scores share.
 
 1. Embed all samples: their hidden states wait in ``Streams``.
-2. For each layer, wait until the reader thread has this layer of every model, and let it read the next one.
+2. For each layer, read it of every model.
    - A layer that an earlier run has finished: load its file, and set the layer's output on every stream.
    - Any other layer: measure or solve it on every batch, set its output on every stream, and write its file.
 3. Finish with the hidden states after the last layer, for the output head.
 
-One layer of each model is in memory at a time, beside what is read ahead of the next one. When the memory of a single
-process runs out, the loop begins again with half the token positions in a batch. A method is a ``LayerMethod``; the
-loop knows none of them.
+One layer of each model is in memory at a time. When the memory of a single process runs out, the loop begins again with
+half the token positions in a batch. A method is a ``LayerMethod``; the loop knows none of them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -179,11 +177,8 @@ def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Parti
         ranks.require_equal(len(finished), partial.folder)
     batches = make_batches(method.tasks, positions, decoder)[ranks.index :: ranks.count]
     total = method.steps * sum(len(batch.rows) for batch in batches)
-    with (
-        progress_bar(doing, method.models, total, quiet) as tell,
-        contextlib.closing(read_layers(decoder, method.models)) as read,
-    ):
-        streams = Streams(decoder, method.sources(), batches)
+    with progress_bar(doing, method.models, total, quiet) as tell:
+        read, streams = read_layers(decoder, method.models), Streams(decoder, method.sources(), batches)
 
         def report(samples: int) -> None:
             tell(f"{min(streams.layer + 1, len(decoder))} of {len(decoder)} layers{method.stage}", samples)
@@ -198,46 +193,22 @@ def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Parti
                     partial.write(layer, result)
                 del result
             streams.layer += 1
-        read.close()  # it holds the last layer, which must not wait beside the output head
         return method.finish(streams, report)
 
 
-def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Generator[list[dict[str, torch.Tensor]], None, None]:
+def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Iterator[list[dict[str, torch.Tensor]]]:
     """The tensors of one layer of each model after the other, float32 on the decoder's device.
 
-    A thread reads the next layer meanwhile. On a GPU it copies the layer there, in its checkpoint's dtype; on another
-    device it has the system read the layer into its file cache, which takes no memory of the process. Tensors of a
-    mixture's routed experts are read whenever they are used, unless a GPU has memory for all experts of one layer.
+    Tensors of a mixture's routed experts are read whenever they are used, unless a GPU has memory for all experts of
+    one layer.
     """
-    on_gpu = decoder.device.type == "cuda"
-    stream = torch.cuda.Stream(decoder.device) if on_gpu else None
-
-    def fetch(layer: int) -> tuple[dict[str, torch.Size], list[dict[str, torch.Tensor]]]:
-        """The shapes of what is read when it is used; of each model all else, as it is stored."""
+    for layer, names in enumerate(decoder.layer_tensors):
         stacks = {key: tensor.shape for key, tensor in routed_tensors(decoder.layers[layer]).items()}
         nbytes = 4 * (len(models) + 1) * sum(map(math.prod, stacks.values()))
         if takes_little(decoder.device, nbytes, share=1 / 4):
             stacks = {}
-        names = {key: name for key, name in decoder.layer_tensors[layer].items() if key not in stacks}
-        target = decoder.device if on_gpu else "cpu"
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            fetched = [model.fetch(names, decoder.model, target) for model in models]
-        if stream is not None:
-            stream.synchronize()
-        return stacks, fetched
-
-    with ThreadPoolExecutor(1) as thread:
-        ahead = [thread.submit(fetch, 0)]
-        for layer, names in enumerate(decoder.layer_tensors):
-            stacks, fetched = ahead.pop().result()
-            pairs = zip(models, fetched, strict=True)
-            tensors = [model.read(names, decoder.model, decoder.device, of_model, stacks) for model, of_model in pairs]
-            # What has been fetched must not wait beside the layer.
-            del fetched, pairs
-            if layer + 1 < len(decoder):
-                ahead.append(thread.submit(fetch, layer + 1))
-            yield tensors
-            del tensors
+        # The list gets no name here, so that it is freed before the next layer is read.
+        yield [model.read(names, decoder.model, decoder.device, stacks) for model in models]
 
 
 # What is shown meanwhile

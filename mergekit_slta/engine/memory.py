@@ -37,8 +37,7 @@ def layer_bytes(decoder: Decoder, models: int) -> int:
             len(state[name]) and state[name].numel() // (len(state[name]) if name in stacks else 1) for name in state
         )
 
-    nbytes = NUMBER * models * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind)
-    return nbytes if decoder.device.type == "cpu" else nbytes + nbytes // 2  # with what is read ahead, as it is stored
+    return NUMBER * models * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind)
 
 
 def states_bytes(decoder: Decoder, tasks: Tasks, streams: int) -> int:

@@ -70,7 +70,9 @@ class Partial:
         try:
             yield
         finally:
-            self._lock.release()  # network disks keep a deleted file while it is open, and Windows deletes none
+            # Before its file is deleted: network disks keep one that is open, and Windows deletes none. Another process
+            # could take the lock between the two, and lose it; that takes a start within a millisecond.
+            self._lock.release()
             if ranks.first and not (self.folder / RUN).exists():  # the first process may still be at work
                 with contextlib.suppress(OSError):
                     (self.folder / LOCK).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 import click
 from mergekit.common import ModelPath, ModelReference
+from mergekit.io.tasks import LoaderCache
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
@@ -33,9 +34,7 @@ SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
 BASE = "base model"  # its name in tables, and that of its own task
 Z = 1.96  # standard errors of a 95 % interval
-MORE = (
-    "Name test data with `evaluation`, or add prompts (60 or more: 30 calibrate, the rest is held out) and merge again."
-)
+MORE = "Name test data with `evaluation`, or add prompts (60 or more: 30 calibrate, the rest is held out)"
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Comparison(Paragraphs):
     def lacking(self) -> list[str]:
         """A sentence on the tasks that are not scored, if there are any."""
         names = enumerated(self.unscored)
-        return [f"Not scored, because all prompts calibrate: {names}. {MORE}"] if names else []
+        return [f"Not scored, because all prompts calibrate: {names}. {MORE} and merge again."] if names else []
 
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
@@ -230,7 +229,7 @@ def evaluate(
     groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, samples, recipes))}
     experiment.sources.clear()
     if not groups:
-        raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE}")
+        raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE} and merge again.")
     names = [BASE, *map(own_model, titles)]
     taken = {*names, *experiment.recipe.names.values()}
     merges = [folder.name for folder in folders]
@@ -283,23 +282,27 @@ def _calibrated(experiment: Experiment, folders: Iterable[Path]) -> list[Recipe]
                 changed += [
                     f"The prompts {source!r} have changed since {folder} was merged, so that some of them may have "
                     "calibrated it: merge again, or name other test data with `evaluation`."
-                    for source in _changed_sources(Experiment(recipe, **experiment.options.model_dump()), folder)
+                    for source in _changed_sources(recipe, folder, experiment)
                     if source_key(source) in held_out
                 ]
+    LoaderCache().setup(experiment.options)  # which each ``Experiment`` sets
     refuse(changed)
     return recipes
 
 
-def _changed_sources(of_merge: Experiment, folder: Path) -> Iterator[str]:
+def _changed_sources(recipe: Recipe, folder: Path, experiment: Experiment) -> Iterator[str]:
     """The calibration sources from which a merge's recipe draws other prompts now, by the manifest in its folder."""
-    with contextlib.suppress(OSError, ValueError):
+    of_merge = Experiment(recipe, **experiment.options.model_dump())
+    known = {data.sha256 for data in experiment.drawn.values()}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         tasks = json.loads((folder / MANIFEST_OF_MERGE).read_bytes())["tasks"]
-        drawn = {task["model"]: task["sha256"] for task in tasks}
-        for task in of_merge.recipe.tasks:
-            with contextlib.suppress(SltaError):
-                now = of_merge.source(task, task.calibration).draw(task.samples, quiet=True).sha256
-                if drawn.get(of_merge.recipe.names[task.reference], now) != now:
-                    yield task.calibration
+        drawn = {task["model"]: task["sha256"] for task in tasks if task["sha256"] not in known}
+        for task in recipe.tasks:
+            if (before := drawn.get(recipe.names[task.reference])) is not None:
+                with contextlib.suppress(SltaError):
+                    now = of_merge.source(task, task.calibration).draw(task.samples, quiet=True)
+                    if now.sha256 != before:
+                        yield task.calibration
 
 
 def _held_out(experiment: Experiment, task: Task, samples: int, recipes: Sequence[Recipe]) -> Group:

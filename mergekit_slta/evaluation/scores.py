@@ -88,10 +88,11 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     """The bytes that it takes to score a model: the hidden states, and one layer or the head with the logits."""
     tasks = [[sample.token_ids for sample in group] for group in groups]
     shapes, tokens = memory.batch_shapes(decoder, tasks), sum(len(row) for task in tasks for row in task)
-    positions = min(LOGIT_POSITIONS, max(map(math.prod, shapes)))
-    # Of some positions the logits, the logarithms of the probabilities, and hidden states in what is before them.
-    wide = 2 * decoder.model.config.get_text_config().vocab_size + 6 * memory.hidden_size(decoder)
-    logits = memory.NUMBER * wide * positions
+    # Of some positions the logits, the logarithms of the probabilities, and hidden states in the norm and the head; of
+    # the largest batch the hidden states, and those that predict.
+    width, most = memory.hidden_size(decoder), max(map(math.prod, shapes))
+    wide = 2 * decoder.model.config.get_text_config().vocab_size + 4 * width
+    logits = memory.NUMBER * (wide * min(LOGIT_POSITIONS, most) + 2 * width * most)
     # The layer's input and its copy, the outputs of its children and a copy, the stream, a norm's parts; an MLP's
     # factors and their product, which are wider than the attention's queries, keys and values.
     batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 7, inner=3, scores=3)
@@ -123,12 +124,12 @@ class _Scoring(LayerMethod[dict[int, Score]]):
 
     def _scored(self, hidden: torch.Tensor, samples: Sequence[Sample], edges: Tensors) -> Iterator[Score]:
         """The scores of a batch's records, from those of the hidden states [B, S, D] that predict their tokens."""
-        predicting = torch.cat([hidden[row, sample.begin - 1 : sample.end] for row, sample in enumerate(samples)])
+        predicting = [hidden[row, sample.begin - 1 : sample.end] for row, sample in enumerate(samples)]
         # What is after the last token is not predicted.
         wanted = torch.tensor([token for s in samples for token in (*s.token_ids[s.begin : s.end], 0)])
         width = min(hidden.shape[1], LOGIT_POSITIONS)  # no more positions than the model has
         rest, losses, likeliest = -len(wanted) % width, list[torch.Tensor](), list[torch.Tensor]()
-        states = torch.cat([predicting, predicting.new_zeros(rest, *predicting.shape[1:])]).unflatten(0, (-1, width))
+        states = torch.cat([*predicting, hidden.new_zeros(rest, *hidden.shape[2:])]).unflatten(0, (-1, width))
         tokens, several = torch.nn.functional.pad(wanted, (0, rest)).view(-1, width), LOGIT_POSITIONS // width
         for rows, ids in zip(states.split(several), tokens.to(states.device).split(several), strict=True):
             predicted = logits(self.decoder, rows, edges).flatten(0, 1).float()

@@ -22,7 +22,6 @@ from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import Model, folder_headers, source_folders
 
-PAGE = 4096  # bytes
 _aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor]
 
@@ -63,7 +62,6 @@ class Checkpoint:
         names: Mapping[str, str],  # the key to return each tensor under, and the model's name of it
         model: transformers.PreTrainedModel,  # on the meta device
         device: torch.device | str = "cpu",  # where the tensors go
-        fetched: Mapping[str, torch.Tensor] | None = None,  # what ``fetch`` has returned for some of these names
         stacks: Mapping[str, Sequence[int]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read tensors as float32 (integer ones as they are).
@@ -77,13 +75,8 @@ class Checkpoint:
             if shape and (stack := self._stack(name, model, shape, device)) is not None:
                 tensors[key] = stack
                 continue
-            stored = (fetched or {}).get(key)
-            if stored is None:
-                stored = self._tensor(name, model, device)
-            elif stored.device.type == "cuda":
-                stored.record_stream(torch.cuda.current_stream(stored.device))  # it is of another stream's memory
-            tensors[key] = stored.to(device)
-            if stored.is_floating_point():
+            tensors[key] = self._tensor(name, model, device)
+            if tensors[key].is_floating_point():
                 self._refuse_broken(name, tensors[key])
                 tensors[key] = tensors[key].float()
         self._loader.flush()
@@ -94,24 +87,6 @@ class Checkpoint:
         """Refuse, by an SltaError, files that have changed since the checkpoint was opened."""
         if stamps(self._files) != self.stamps:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
-
-    def fetch(
-        self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str
-    ) -> dict[str, torch.Tensor]:
-        """Read tensors to a device as they are stored, for a later ``read``: another thread may call it ahead of time.
-
-        On the CPU they stay mapped from the file, which the system then has in memory. To a GPU they come by way of
-        pinned memory, from which it copies fastest.
-        """
-        tensors = {}
-        for key, name in names.items():
-            stored = self._tensor(name, model, "cpu")
-            if torch.device(device).type == "cuda":
-                stored = stored.pin_memory().to(device, non_blocking=True)
-            else:
-                stored.flatten().view(torch.uint8)[::PAGE].sum()  # any use of a page has the system read it
-            tensors[key] = stored
-        return tensors
 
     def _tensor(self, name: str, model: transformers.PreTrainedModel, device: torch.device | str) -> torch.Tensor:
         """A tensor of the model in the checkpoint's dtype."""

@@ -66,5 +66,5 @@ def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | 
     if int(failed):
         return None
     solution = torch.cholesky_solve(target.T, factor).T
-    # By its extremes, which are not numbers if one element is none: a mask would take as much memory again, and more.
+    # NaN and infinity show in the extremes; a mask of all elements would take as much memory again, and more.
     return solution if all(bool(extreme.isfinite()) for extreme in solution.aminmax()) else None

@@ -71,7 +71,7 @@ def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -
         if made and HEADING not in card.text:
             card.text = f"{card.text.rstrip()}\n\n{_section(recipe, made, solution)}\n"
         if made and made.scores:  # `evaluate` may have replaced those that stand there
-            others = re.sub(rf"\n{SCORES}\n.*?(?=\n#|\Z)", "", card.text, flags=re.DOTALL)
+            others = re.sub(rf"\n{SCORES}\n+(?:\|.*(?:\n|\Z))*", "\n", card.text)
             card.text = f"{others.rstrip()}\n\n{SCORES}\n\n{_score_table(made)}\n"
     return str(card)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 
 from mergekit_slta import files
 from mergekit_slta.data.prompts import TOPICS
-from mergekit_slta.errors import SltaError, suggestion
+from mergekit_slta.errors import SltaError
 
 WITH_DATA, OF_MERGEKIT = ("featcal", "slta"), ("task_arithmetic", "ties")
 WITHOUT_DATA = ("actmat", "sftm", *OF_MERGEKIT)
@@ -27,7 +26,6 @@ METHODS = (*WITH_DATA, *WITHOUT_DATA)  # which the template knows
 _OF_BASE = "--topic instructions --topic chat --topic explaining --max-new-tokens 128"
 ADAPTER_OPTION = " --lora-merge-cache ./adapters"  # which every command needs that opens an adapter
 ADAPTERS = 1.2  # the sum of weights that served adapters in task_arithmetic
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[^/]+)?")
 
 
 def new_recipe(
@@ -47,7 +45,7 @@ def new_recipe(
     models' answers. Above it are the commands that write these, and those of its files that are not there: a file of
     answers that is there may hold another model's. ``report`` is a folder for the merge's page.
     """
-    base, *experts = map(_model_name, (base, *experts))
+    base, *experts = map(files.local_name, (base, *experts))
     if len({base, *experts}) < 1 + len(experts):
         raise SltaError(f"A model is named twice ({', '.join((base, *experts))}): name each model once.")
     with_data, models = method in WITH_DATA, [*experts, base]
@@ -81,17 +79,6 @@ def new_recipe(
         cache=ADAPTER_OPTION if any("+" in model for model in models) else "",
         of_adapters=f"{ADAPTERS / len(experts):.2g}",
     )
-
-
-def _model_name(name: str) -> str:
-    """A model's name as a recipe has it; refuse one that can only be a folder, or nearly is one, and is not there."""
-    for part in name.split("+"):
-        folder, last = os.path.split(os.path.expanduser(part))
-        near = suggestion(last, os.listdir(folder)) if os.path.isdir(folder) else ""
-        is_on_hub = _HUB_NAME.fullmatch(part) and part[0] != "." and not near
-        if not (is_on_hub or os.path.isdir(os.path.join(folder, last))):
-            raise SltaError(f"There is no folder {part} in {os.getcwd()}" + (near or ": name a model that is there."))
-    return files.local_name(name)
 
 
 def answer_files(models: Sequence[str]) -> list[str]:

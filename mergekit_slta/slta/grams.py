@@ -151,26 +151,18 @@ class LayerFeatures:
         base: LayerRun,
         hidden: torch.Tensor,
         call: LayerCall,
-        *,
-        changed: frozenset[str] | None = None,
+        changed: frozenset[str] | None = None,  # the children whose tensors differ from the base model's; None for any
     ) -> ExpertRun:
         """Run the layer with other tensors on the base model's input, and its branches each on theirs.
 
-        ``changed`` are the children whose tensors differ from the base model's; by default any may. A run without one
-        of them would repeat the base model's, which stands for it.
+        Where nothing differs, a run would repeat the base model's but for rounding: that one stands for it.
         """
-        inputs_of = self.head_modules
         by_part: dict[str, LayerRun] = {}
-        if self.whole and changed is not None and not changed:
-            by_part[WHOLE] = base
-        elif self.whole:
-            by_part[WHOLE] = self.decoder.run(self.layer, tensors, hidden, call, inputs_of=inputs_of)
-        for branch in self.branches_to_run:
-            if changed is not None and not self.structure.branches[branch] & changed:
-                by_part[branch] = base
-                continue
-            replay = self.structure.others_of(branch, base)
-            by_part[branch] = self.decoder.run(self.layer, tensors, hidden, call, replay=replay, inputs_of=inputs_of)
+        for part in [*[WHOLE] * self.whole, *self.branches_to_run]:
+            replay = {} if part == WHOLE else self.structure.others_of(part, base)
+            how = {"replay": replay, "inputs_of": self.head_modules}
+            repeats = changed is not None and not changed & self.structure.branches.get(part, changed)
+            by_part[part] = base if repeats else self.decoder.run(self.layer, tensors, hidden, call, **how)
         return ExpertRun({self.heads.output.weight: tensors[self.heads.output.weight]} if self.heads else {}, by_part)
 
     def deltas(self, base: LayerRun, runs: Sequence[ExpertRun]) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -71,10 +71,9 @@ class Statistics(Paragraphs):
             SltaError: the level was not measured.
         """
         if level not in self.info.levels:
-            known = level in LEVELS
-            measured = " ".join(f"--level {other}" for other in (*self.info.levels, level))
-            fix = f"measure another file with 'mergekit-slta calibrate RECIPE -o FILE {measured}'"
-            fix = fix if known else "name one of these"
+            levels = " ".join(f"--level {other}" for other in (*self.info.levels, level))
+            measured = f"measure another file with 'mergekit-slta calibrate RECIPE -o FILE {levels}'"
+            fix = measured if level in LEVELS else "name one of these"
             raise SltaError(f"The statistics hold no level '{level}', only {', '.join(self.info.levels)}: {fix}.")
         return of_level(self.grams, level)
 

@@ -143,6 +143,12 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     Path("mine/mine.txt").write_text("mine")
     others = ["mine" if word == "out" else word for word in words]
     assert "files that `auto` has not written" in run(*others, code=1).stderr
+    with pytest.raises(SltaError, match="--calibration is given 2 times"):
+        auto.Plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
+    with pytest.raises(SltaError, match="with one, leave it out, or copy the expert"):
+        auto.Plan("base", ["a"], Path("out"), keep_base=False)
+    with pytest.raises(SltaError, match="no use for the base model's --calibration"):
+        auto.Plan("base", ["a", "b"], Path("out"), ["a.jsonl", "b.jsonl", "base.jsonl"], keep_base=False)
 
 
 def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(models: family.Family) -> None:
@@ -153,13 +159,19 @@ def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(
     recipe = Path("out/recipes/featcal.yml")
     line = f'calibration: "{file}"'
     recipe.write_text(recipe.read_text().replace(line, f"{line}\n      template: '{{q}}{{a}}'"))
+    edited = recipe.read_text()
+    assert (
+        "none.jsonl" in run(*words[:-2], "none.jsonl", "--no-keep-base", code=1).stderr and recipe.read_text() == edited
+    )
     assert "featcal gives, of the" in run(*words).stdout
-    with pytest.raises(SltaError, match="--calibration is given 2 times"):
-        auto.Plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
-    with pytest.raises(SltaError, match="with one, leave it out, or copy the expert"):
-        auto.Plan("base", ["a"], Path("out"), keep_base=False)
-    with pytest.raises(SltaError, match="no use for the base model's --calibration"):
-        auto.Plan("base", ["a", "b"], Path("out"), ["a.jsonl", "b.jsonl", "base.jsonl"], keep_base=False)
+
+
+def test_a_misspelt_model_leaves_a_folder_that_the_right_name_takes(models: family.Family) -> None:
+    words = arguments(models, "sums", "strings")
+    wrong = ["family/sms" if word == models.experts["sums"] else word for word in words]
+    assert "did you mean 'sums'" in run(*wrong, code=1).stderr
+    models.calibration["sums"].unlink()
+    assert "sums.jsonl' does not exist" in run(*words, code=1).stderr
 
 
 # The plan and the verdict
@@ -208,7 +220,7 @@ def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = 
 def test_the_next_step_follows_from_the_numbers() -> None:
     assert judged().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
     assert "double its 'weight' in out/recipes/featcal.yml" in judged(keep=0.5)
-    assert "double each expert's 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
+    assert "double 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())
 
 

@@ -82,10 +82,10 @@ def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_p
     assert f"| `expert0` | {tasks['expert0'].prompts} | {accuracy} (0) | {gain} |" in text
     (out / "README.md").write_text(text)
     assert module.merge_card(out, recipe) == text
-    (out / "README.md").write_text(text.replace(f"{accuracy} (0)", "0.99 (0)") + "\n# Mine\n")  # since scored again
+    (out / "README.md").write_text(text.replace(f"{accuracy} (0)", "0.99 (0)") + "\nMine.\n")  # since scored again
     renewed = module.merge_card(out, recipe)
     assert renewed.count(SCORES) == 1 and "0.99 (0)" not in renewed and f"{accuracy} (0)" in renewed
-    assert "\n# Mine\n" in renewed
+    assert "\nMine.\n" in renewed
 
 
 @pytest.mark.parametrize("method", ["featcal", "sftm"])
