@@ -50,7 +50,8 @@ class Paragraphs:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.parts()))
+        texts = ("\n".join(printable(line, len(line)) for line in str(part).splitlines()) for part in self.parts())
+        return "\n\n".join(texts)
 
     def __repr__(self) -> str:
         return str(self)

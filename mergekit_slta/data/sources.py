@@ -397,8 +397,8 @@ def _read_dataset(source: str) -> Sequence[Record]:
     name, config, split = parse_dataset(source)
 
     def load(name: str) -> Any:
-        files = _saved_files(Path(name))
-        return datasets.load_dataset("arrow" if files else name, config, data_files=files or None, split=split)
+        files, place = _saved_files(Path(name)), os.path.abspath(name) if os.path.isdir(name) else name
+        return datasets.load_dataset("arrow" if files else place, config, data_files=files or None, split=split)
 
     try:
         try:

@@ -76,8 +76,11 @@ def run(
             return
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
-        with joined() as ranks, files_named("correct that and run the command again"):
-            _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out_path)
+        try:
+            with joined() as ranks, files_named("correct that and run the command again"):
+                _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out_path)
+        finally:
+            LoaderCache.loaders.clear()  # they map files, and what was adapted is of this merge alone
 
 
 def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
@@ -99,7 +102,8 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             if experiment.architecture is not None:
                 adapt_loaders(experiment.layout, *(one.model for one in experiment.checkpoints))
             earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None
-            if earlier and (had := manifest.differences(earlier, manifest.describe(experiment))):
+            had = manifest.differences(earlier, manifest.describe(experiment)) if earlier else []
+            if had:
                 click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
         if ranks.first and (aside := set_aside(experiment, folder)):
             LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
@@ -107,6 +111,9 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
         if ranks.first:
             unfinished = _write(stock, experiment, method, merge, folder)
             partial.remove()
+    if earlier and not had and (now := manifest.read(folder)):
+        alike = "the same weights as" if now.sha256 == earlier.sha256 else "other weights than"
+        click.echo(f"{folder} holds {alike} the merge that it replaces.", err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)
@@ -127,7 +134,6 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
     ):
         # The last part of the folder's path is the card's title.
         stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
-    LoaderCache.loaders.clear()  # what was adapted is of this merge alone
     for model in experiment.checkpoints:
         model.refuse_changes()
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.

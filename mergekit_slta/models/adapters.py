@@ -77,6 +77,7 @@ def merge_adapter(
             loader = get_auto_cls(self.config(trust_remote_code).architectures[0])
             how = {"revision": self.model.revision, "cache_dir": LoaderCache().hf_cache_dir}
             how |= {"dtype": dtype_from_name(lora_merge_dtype), "trust_remote_code": trust_remote_code}
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # a caller's numbers, as of dare, stay the same
             model = loader.from_pretrained(self.model.path, **how)
             with_adapter(model, self, adapter, peft.load_peft_weights(str(adapter), device="cpu")).save_pretrained(part)
             os.replace(part, folder)
@@ -167,7 +168,7 @@ def _unmerged(config: Any, largest: int) -> str:
     """
     if (rank := max(getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values(), 0)) > largest:
         return f"has the rank {rank} in its {ADAPTER_CONFIG}, and smaller matrices: get undamaged copies of its files"
-    if config.is_prompt_learning:
+    if config.is_prompt_learning or config.peft_type.value in ("SHADOW", "XLORA"):  # these load models they name
         return f"is of the type {config.peft_type.value}, which cannot be merged into a model: train a LoRA"
     start = str(getattr(config, "init_lora_weights", ""))
     if "_niter_" in start or start in ("corda", "loftq", "lora_ga"):
@@ -175,6 +176,8 @@ def _unmerged(config: Any, largest: int) -> str:
             f"was trained on weights that 'init_lora_weights: {start}' had changed, and does not hold them: save it "
             "with peft's 'path_initial_model_for_weight_conversion', or save the trained model whole"
         )
+    if getattr(config, "megatron_config", None):  # has peft import the module that 'megatron_core' names
+        return "was trained with Megatron's layers ('megatron_config'): save the trained model whole"
     if getattr(config, "layer_replication", None):
         return "repeats layers ('layer_replication'), and a merge has the base model's: save the trained model whole"
     return ""

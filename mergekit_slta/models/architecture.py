@@ -177,6 +177,7 @@ class AsTheBase(LazyTensorLoader):
 def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
     """Let mergekit find in each expert what the base model stores, as ``layout`` says; refuse a head that is lost."""
     wanted: Collection[str] = {*layout.pieces, *layout.outside}
+    LoaderCache().get(base.reference)  # here, as mergekit would look the model up again after hours of work
     for expert in experts:
         loader = LoaderCache().get(expert.reference)
         known = loader.index.tensor_paths.keys()

@@ -22,7 +22,15 @@ from mergekit_slta.errors import SltaError, as_note, first_line, printable
 from mergekit_slta.files import MANIFEST_OF_MERGE
 from mergekit_slta.models.checkpoint import is_finite
 from mergekit_slta.models.fingerprint import fingerprint_of
-from mergekit_slta.models.headers import CHAT_TEMPLATES, PROCESSOR, TOKENIZER_FILES, Headers, Model, folder_headers
+from mergekit_slta.models.headers import (
+    CHAT_TEMPLATES,
+    PROCESSOR,
+    TOKENIZER_FILES,
+    Headers,
+    Model,
+    folder_headers,
+    refuse_adapter_in,
+)
 from mergekit_slta.models.layout import silenced
 from mergekit_slta.output import manifest
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -69,6 +77,7 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
     experiment = opened(recipe, options)
     folder, config = Path(merged).expanduser(), experiment.recipe.config
     require_finished(folder)
+    refuse_adapter_in(folder)
     base = experiment.model(config.base_model or config.referenced_models()[0])
     merged_model, notes = ModelReference(model=ModelPath(path=str(folder))), list[str]()
     stored, ours = folder_headers(folder), config.merge_method in SETTINGS

@@ -125,6 +125,8 @@ with exact_products():
     assert (one @ other - exact).norm() < float(sys.argv[2]) * exact.norm()
     torch.nn.functional.conv1d(torch.ones(1, 4, 9), torch.ones(4, 4, 3))
 assert settings() == before
+with torch.autocast("cpu"), exact_products():
+    assert (one @ other).dtype == torch.float32
 """
 
 

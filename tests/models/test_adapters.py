@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -321,6 +322,23 @@ def test_a_merged_adapter_computes_what_the_live_one_does(kind: str, base_of: An
     tolerance = state_rounding(float(live.abs().max()))
     assert torch.allclose(found, live, rtol=0, atol=tolerance)
     assert (live - before).abs().max() > 10 * tolerance
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"peft_type": "XLORA", "hidden_size": 32, "adapters": {"one": "org/other"}}, "is of the type XLORA"),
+        ({"megatron_config": {"any": 1}, "megatron_core": "module"}, "was trained with Megatron's layers"),
+    ],
+)
+def test_an_adapter_whose_configuration_names_models_or_modules_to_load_is_refused(
+    entries: dict[str, Any], words: str, base_of: Any, tmp_path: Path
+) -> None:
+    adapter = write_adapter(base := base_of(PLAIN), tmp_path / "adapter", "q_proj")
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    with pytest.raises(SltaError, match=words):
+        examined(base, adapter)
 
 
 @pytest.mark.parametrize("kind", UNMERGED)
