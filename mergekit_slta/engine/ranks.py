@@ -80,18 +80,14 @@ class Ranks:
             dist.barrier()
 
 
-def _is_joined() -> bool:
-    return dist.is_available() and dist.is_initialized()  # some builds of torch have no processes
-
-
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
     """The processes of ``torchrun``, joined until the end of the block if they were not joined before.
 
     They speak through nccl if each has a GPU, else gloo; all but the first are silent.
     """
-    count, before = int(os.environ.get("WORLD_SIZE", "1")), _is_joined()
-    if count > 1 and not before:
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if joins := count > 1 and not dist.is_initialized():  # only then: some builds of torch do not have it
         own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if own_gpus else None
         if gpu is not None:
@@ -103,8 +99,8 @@ def joined() -> Iterator[Ranks]:
             yield ranks
     except BaseException as error:
         # After one rank's error nccl would wait here for the others, which wait for this one.
-        before |= not isinstance(error, click.exceptions.Exit)
+        joins &= isinstance(error, click.exceptions.Exit)
         raise
     finally:
-        if _is_joined() and not before:
+        if joins:
             dist.destroy_process_group()

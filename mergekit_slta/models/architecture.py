@@ -60,19 +60,19 @@ class StoredModule(ModuleArchitecture):
 def architecture_of(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> ModelArchitecture:
     """The architecture that has mergekit merge every tensor of the base model's checkpoint."""
     axes, types = vocabulary_axes(base, headers, config), exempt_types(headers)
-
-    def weight(name: str) -> WeightInfo:
-        return WeightInfo(name=name, vocabulary_axis=axes.get(name), force_dtype=types.get(name))
-
+    weights = {
+        name: WeightInfo(name=name, vocabulary_axis=axes.get(name), force_dtype=types.get(name))
+        for name in (*base.pieces, *base.outside)
+    }
     stacks: dict[str, dict[int, list[WeightInfo]]] = {}
     outside: list[WeightInfo] = []
     for name in base.pieces:
         target = base.pieces[name].targets[0]
         if layer := LAYER.search(target):
-            stacks.setdefault(target[: layer.start()], {}).setdefault(int(layer[1]), []).append(weight(name))
+            stacks.setdefault(target[: layer.start()], {}).setdefault(int(layer[1]), []).append(weights[name])
         else:
-            outside.append(weight(name))
-    outside += [weight(name) for name in base.outside]
+            outside.append(weights[name])
+    outside += [weights[name] for name in base.outside]
     layers = {prefix: [stack.get(index, []) for index in range(1 + max(stack))] for prefix, stack in stacks.items()}
     if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
         modules = {"default": StoredModule(outside, next(iter(layers.values())))}
