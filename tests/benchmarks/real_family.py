@@ -30,7 +30,7 @@ import mergekit_slta
 
 SYSTEM = "Answer briefly."  # a short one in place of the template's own saves a third of the tokens
 STEPS = 150
-APART_STEPS = 60  # of experts whose tasks hardly interfere, which are easier
+APART_STEPS = 60  # of experts whose tasks differ in form, which are easier
 BATCH = 32
 LEARNING_RATE = 1e-4
 TEXT_ROWS, TEXT_TOKENS = 8, 512  # of ordinary text

@@ -11,7 +11,7 @@ experts, for every merge: exact matches and the answers' negative log-likelihood
 over the tasks and for each task; the share of the experts' gain in exact matches over the base model that is kept; and
 what the merge forgets: the perplexity on ordinary English text (Python's own documentation), and the share of checkable
 instructions that are followed. ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by
-the beginning of their name. ``--apart`` merges experts whose tasks hardly interfere (``APART``), also by mergekit's
+the beginning of their name. ``--apart`` merges experts whose tasks differ in form (``APART``), also by mergekit's
 other methods, each with several settings, and by ours with five draws of prompts.
 """
 
@@ -79,7 +79,7 @@ Table = dict[str, dict[str, float]]
 @click.command()
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1], show_default=True)
 @click.option("--experts", "counts", multiple=True, type=click.IntRange(1, len(TASKS)), default=[3], show_default=True)
-@click.option("--apart", is_flag=True, help="Experts whose tasks hardly interfere.")
+@click.option("--apart", is_flag=True, help="Experts whose tasks differ in form.")
 @click.option("--only", multiple=True, help="Merges whose label begins so; all by default.")
 @click.option("--model", type=click.Choice([*PRETRAINED]), default="smollm2", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "real_model")
