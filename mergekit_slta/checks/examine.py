@@ -208,8 +208,6 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
     checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in tasks]
-    if file is not None and not measured and file.suffix != ".safetensors":
-        raise SltaError(f"The statistics file {file} is to be written: give it a name that ends in .safetensors.")
     if file is not None and not (measured or tasks):
         fix = "correct its name, or give each expert a 'calibration' to measure it"
         raise SltaError(f"There is no statistics file {file} (the current directory is {os.getcwd()!r}): {fix}.")
