@@ -296,8 +296,9 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         yield from models.outside_the_model(base, *experts)
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
-    dtype = (config.dtype or str(getattr(base.config, "dtype", None))).removeprefix("torch.")
-    of_adapters = experiment.options.lora_merge_dtype or str(base.config.dtype)
+    of_base = str(getattr(base.config, "dtype", None))
+    dtype = (config.dtype or of_base).removeprefix("torch.")
+    of_adapters = experiment.options.lora_merge_dtype or of_base
     rounded = has_adapters(recipe.references) and of_adapters.removeprefix("torch.") in HALF
     if dtype in HALF and (rounded or not isinstance(settings, FeatcalSettings)):
         yield (
