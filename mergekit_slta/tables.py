@@ -50,8 +50,8 @@ class Paragraphs:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        texts = ("\n".join(printable(line, len(line)) for line in str(part).splitlines()) for part in self.parts())
-        return "\n\n".join(texts)
+        parts = (printable(part, len(part)) if isinstance(part, str) else str(part) for part in self.parts())
+        return "\n\n".join(parts)
 
     def __repr__(self) -> str:
         return str(self)

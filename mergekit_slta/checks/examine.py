@@ -299,7 +299,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     of_base = str(getattr(base.config, "dtype", None))
     dtype = (config.dtype or of_base).removeprefix("torch.")
     of_adapters = experiment.options.lora_merge_dtype or of_base
-    rounded = has_adapters(recipe.references) and of_adapters.removeprefix("torch.") in HALF
+    rounded = has_adapters(recipe.references) and of_adapters.removeprefix("torch.") in (*HALF, "None")
     if dtype in HALF and (rounded or not isinstance(settings, FeatcalSettings)):
         yield (
             f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "

@@ -122,7 +122,11 @@ class Plan:
         experiment = Experiment(Recipe.load(file) if written else Recipe.parse(text, str(file)), **options)
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
-        self.notes = examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
+        try:
+            self.notes = examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
+        except SltaError as error:
+            other = f"{file} is of another command: delete it, and it is written anew, for you to edit."
+            raise type(error)(*error.sentences, *[other] * (file.exists() and not written)) from error
         alike = sorted(self.merges.keys() & experiment.recipe.names.values())
         refuse(f"A model and a merge of this run are both called {name}: rename the model's folder." for name in alike)
         given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
@@ -151,6 +155,7 @@ class Run:
         others = folder.is_dir() and any(file.name != LOG and file.name[0] != "." for file in folder.iterdir())
         if others and not self._steps.is_file():
             raise SltaError(f"{folder} holds files that `auto` has not written: name another folder.")
+        self._taken = set[Path]()  # the outputs of this run
         self._marks: dict[str, str] = json.loads(self._steps.read_bytes()) if self._steps.is_file() else {}
 
     def is_done(self, step: Step) -> bool:
@@ -159,13 +164,16 @@ class Run:
 
     def take(self, step: Step, without: Collection[str] = ()) -> None:
         """Run a step, unless it is done; words of its command may be left out."""
+        if step.output in self._taken:
+            return
         done, is_recipe, mark = self.is_done(step), step.command[0] == "new", step.mark  # before a run: it takes time
         words = [word for word in step.command if word not in without] + [*self._plan.options] * (not is_recipe)
         into = f" > {shlex.quote(str(step.output))}" if is_recipe else ""
         self.say(f"$ {shlex.join(['mergekit-slta', *words])}{into}{'   # done before' * done}")
         if done:
             return
-        step.output.parent.mkdir(parents=True, exist_ok=True)
+        if not is_recipe:
+            step.output.parent.mkdir(parents=True, exist_ok=True)
         if step.command[0] == "ask" and step.output.exists():  # of other inputs: `ask` replaces no file
             self._set_aside(step.output)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -177,6 +185,7 @@ class Run:
             files.write(step.output, text)
         else:
             self.say(printed.getvalue(), quiet=True)
+        self._taken.add(step.output)
         self._marks[str(step.output)] = mark
         files.write(self._steps, json.dumps(self._marks, indent=1).encode())
 

@@ -301,7 +301,7 @@ def read_records(source: str) -> Sequence[Record]:
         )
     elif not os.path.isfile(path):
         problem = "is not an ordinary file" if os.path.exists(path) else "does not exist"
-        asked = problem == "does not exist" and extension == ".jsonl"
+        asked = problem == "does not exist" and path.endswith(".jsonl")
         fix = "correct its name" + ", or write it with 'mergekit-slta ask'" * asked
         raise SltaError(f"Calibration file {source!r} {problem} (the current directory is {os.getcwd()!r}): {fix}.")
     else:

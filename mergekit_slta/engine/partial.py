@@ -71,7 +71,7 @@ class Partial:
             yield
         finally:
             # Before its file is deleted: network disks keep one that is open, and Windows deletes none. Another process
-            # could take the lock between the two, and lose it; that takes a start within a millisecond.
+            # could take the lock between the two and lose it, but only if it starts within that millisecond.
             self._lock.release()
             if ranks.first and not (self.folder / RUN).exists():  # the first process may still be at work
                 with contextlib.suppress(OSError):

@@ -112,7 +112,7 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             unfinished = _write(stock, experiment, method, merge, folder)
             partial.remove()
     if earlier and not had and (now := manifest.read(folder)):
-        alike = "the same weights as" if now.sha256 == earlier.sha256 else "other weights than"
+        alike = "by a sample, the same weights as" if now.sha256 == earlier.sha256 else "other weights than"
         click.echo(f"{folder} holds {alike} the merge that it replaces.", err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)

@@ -94,7 +94,7 @@ class Checkpoint:
         if name not in layout:
             raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
         with reading(f"The tensor {name} of {self}"):
-            return layout.read(name, functools.partial(self._loader.get_tensor, device=str(device)))
+            return layout.read(name, lambda stored: self._loader.get_tensor(stored).to(device))
 
     def _stack(
         self, name: str, model: transformers.PreTrainedModel, shape: Sequence[int], device: torch.device | str

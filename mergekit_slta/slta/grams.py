@@ -181,8 +181,10 @@ class LayerFeatures:
         self, base: LayerRun, hidden: torch.Tensor, call: LayerCall, lengths: Sequence[int]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Each submodule's name and its Gram matrices [B, T, T] float64, given the base model's run on a batch."""
-        pairs = zip(self.tensors[1:], self.changed_children, strict=True)
-        runs = [self.run(tensors, base, hidden, call, changed=changed) for tensors, changed in pairs]
+        experts, runs = self.tensors[1:], list[ExpertRun]()
+        if self.whole or self.branches_to_run:
+            pairs = zip(experts, self.changed_children, strict=True)
+            runs = [self.run(tensors, base, hidden, call, changed=changed) for tensors, changed in pairs]
         for name, deltas in self.deltas(base, runs):
             yield name, sample_grams(deltas, lengths)
         routed = {
@@ -192,7 +194,7 @@ class LayerFeatures:
         }
         for linear_map, deltas_of_map in self.maps.items():
             inputs = list(self._inputs(linear_map, base, routed, lengths))
-            grams = torch.zeros(len(inputs), len(runs), len(runs), dtype=torch.float64)
+            grams = torch.zeros(len(inputs), len(experts), len(experts), dtype=torch.float64)
             if any(map(len, inputs)):
                 of_map = deltas_of_map or MapDeltas(linear_map, self.tensors)
                 grams = torch.stack([of_map.gram(of_sample) for of_sample in inputs])

@@ -155,14 +155,17 @@ def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(
     words, file = arguments(models, "sums", "strings"), models.calibration["sums"]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(f"{json.dumps({'q': row['question'], 'a': row['answer']})}\n" for row in rows))
-    assert "Give the expert a 'template'" in run(*words, code=1).stderr
-    recipe = Path("out/recipes/featcal.yml")
+    wrong, recipe = [*words[:-2], "none.jsonl", "--no-keep-base"], Path("out/recipes/featcal.yml")
+    assert "none.jsonl" in run(*wrong, code=1).stderr
+    refused = run(*words, code=1).stderr
+    assert "Give the expert a 'template'" in refused and f"{recipe} is of another command: delete it" in refused
+    recipe.unlink()
+    refused = run(*words, code=1).stderr
+    assert "Give the expert a 'template'" in refused and "of another command" not in refused
     line = f'calibration: "{file}"'
     recipe.write_text(recipe.read_text().replace(line, f"{line}\n      template: '{{q}}{{a}}'"))
     edited = recipe.read_text()
-    assert (
-        "none.jsonl" in run(*words[:-2], "none.jsonl", "--no-keep-base", code=1).stderr and recipe.read_text() == edited
-    )
+    assert "none.jsonl" in run(*wrong, code=1).stderr and recipe.read_text() == edited
     assert "featcal gives, of the" in run(*words).stdout
 
 
@@ -171,6 +174,11 @@ def test_a_misspelt_model_leaves_a_folder_that_the_right_name_takes(models: fami
     wrong = ["family/sms" if word == models.experts["sums"] else word for word in words]
     assert "did you mean 'sums'" in run(*wrong, code=1).stderr
     models.calibration["sums"].unlink()
+    assert "sums.jsonl' does not exist" in run(*words, code=1).stderr
+    shutil.rmtree("out")
+    twice = [word for word in words if word != models.experts["strings"]]
+    twice.insert(2, models.experts["sums"])
+    assert "A model is named twice" in run(*twice, code=1).stderr
     assert "sums.jsonl' does not exist" in run(*words, code=1).stderr
 
 
