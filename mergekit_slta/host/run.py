@@ -18,7 +18,7 @@ from mergekit.options import MergeOptions
 
 from mergekit_slta import files
 from mergekit_slta.checks import examine
-from mergekit_slta.checks.tokenizers import endless, same_vocabulary
+from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.loop import exact_products, progress_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import joined
@@ -97,8 +97,6 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
     with partial.held(ranks), interruptible(then):
         experiment.open()
         with ranks.one_refusal():
-            for expert in recipe.experts:  # the check has not seen the tokenizers of models that were downloaded since
-                same_vocabulary(experiment, expert.reference)
             if experiment.architecture is not None:
                 adapt_loaders(experiment.layout, *(one.model for one in experiment.checkpoints))
             earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None

@@ -26,11 +26,12 @@ from mergekit_slta.files import digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import refuse_unless_decoder, tail_problem, trace_model
 from mergekit_slta.levels import LEVELS
+from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import tokenizer_folder
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
-from mergekit_slta.models.headers import Model, local_folder, open_model
+from mergekit_slta.models.headers import Model, folder_with, open_model
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
@@ -181,12 +182,16 @@ class Experiment:
     def other_tokens(self, *models: ModelReference, used: Collection[int] = ()) -> list[str]:
         """How models' tokens differ from the base model's, a clause for each: in their number, then in the ids of some.
 
-        Ids are compared where tokenizers are on this machine. If ids that are ``used`` are given, only they count.
+        Ids are compared where tokenizers are on this machine, or can be downloaded. If ids that are ``used`` are given,
+        only they count.
         """
 
         def ids(model: ModelReference) -> dict[str, int]:
-            folder = local_folder(model.model, self.options.transformers_cache)  # also downloaded since it was opened
-            return self.tokenizer(model).get_vocab() if folder and (folder / TOKENIZER).is_file() else {}
+            try:
+                folder = folder_with((TOKENIZER,), model.model, self.options.transformers_cache)
+            except hub.HUB_ERRORS:
+                return {}
+            return self.tokenizer(model).get_vocab() if (folder / TOKENIZER).is_file() else {}
 
         known = {token: index for token, index in ids(self.recipe.base).items() if index in used or not used}
         own = self.model(self.recipe.base).vocabulary

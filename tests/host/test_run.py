@@ -17,7 +17,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.scripts import multimerge
 from safetensors.torch import save_file
 from support import command, families
-from support.examining import swap_ids
+from support.examining import only, swap_ids
 from support.families import Family
 from support.hub import serve
 from support.merging import State, same_tensors, stored
@@ -110,14 +110,17 @@ def test_the_card_of_an_earlier_merge_is_set_aside_and_one_of_a_user_stays(llama
 def test_the_token_ids_of_a_model_that_is_downloaded_are_compared_before_it_is_merged(
     make_family: MakeFamily, tmp_path: Path
 ) -> None:
-    """The check reads no tokenizer of a model whose weights are on the Hub alone."""
+    """The check reads its tokenizer, not its weights."""
     family, repository = make_family(experts=1), tmp_path / "hub" / "org" / "model"
     swap_ids(family.experts[0])
     shutil.copytree(family.experts[0], repository)
     content = families.recipe(family, "actmat", calibration=False)
     content["models"][0]["model"] = "org/model"
-    with serve(tmp_path / "hub", tmp_path / "cache"), pytest.raises(SltaError, match="have different ids for 2 tokens"):
-        families.merge(content, tmp_path / "out")
+    with serve(tmp_path / "hub", tmp_path / "cache") as hub:
+        assert "have different ids for 2 tokens" in only(content)
+        assert not any(name.endswith(".safetensors") for name in hub.fetched)
+        with pytest.raises(SltaError, match="have different ids for 2 tokens"):
+            families.merge(content, tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*")]
 
 
