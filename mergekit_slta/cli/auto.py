@@ -125,8 +125,10 @@ class Plan:
         try:
             self.notes = examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
         except SltaError as error:
+            if written or not file.exists():
+                raise
             other = f"{file} is of another command: delete it, and it is written anew, for you to edit."
-            raise type(error)(*error.sentences, *[other] * (file.exists() and not written)) from error
+            raise type(error)(*error.sentences, other) from error
         alike = sorted(self.merges.keys() & experiment.recipe.names.values())
         refuse(f"A model and a merge of this run are both called {name}: rename the model's folder." for name in alike)
         given = [task for task in experiment.recipe.tasks if task.calibration not in answers]

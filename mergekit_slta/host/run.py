@@ -110,8 +110,8 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             unfinished = _write(stock, experiment, method, merge, folder)
             partial.remove()
     if earlier and not had and (now := manifest.read(folder)):
-        alike = "by a sample, the same weights as" if now.sha256 == earlier.sha256 else "other weights than"
-        click.echo(f"{folder} holds {alike} the merge that it replaces.", err=True)
+        are = "are" if now.sha256 == earlier.sha256 else "are not"
+        click.echo(f"By a sample, the weights in {folder} {are} those of the merge that they replace.", err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)

@@ -123,7 +123,7 @@ def test_the_next_merge_into_the_folder_says_what_the_earlier_one_had(
     said = capsys.readouterr().err.splitlines()
     notes = [line for line in said if "another merge" in line]
     assert notes == ([f"Note: {out} holds another merge, which had {words}; it is replaced."] if words else [])
-    assert (f"{out} holds by a sample, the same weights as the merge that it replaces." in said) == (not words)
+    assert (f"By a sample, the weights in {out} are those of the merge that they replace." in said) == (not words)
 
 
 def test_a_manifest_that_cannot_be_read_is_named(llama: Family, tmp_path: Path) -> None:
