@@ -41,7 +41,7 @@ import torch
 from torch.linalg import solve_triangular
 
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.numerics.symmetric import add_gram, gram, mirror, times_inverse
+from mergekit_slta.numerics.symmetric import add_gram, frobenius, gram, mirror, times_inverse
 from mergekit_slta.recipe.settings import SMALLEST_FEATCAL_RIDGE
 
 # H follows A's diagonal if the diagonal's mean is this many times its median.
@@ -193,11 +193,11 @@ class RidgeRegression:
                 return self._task.mass
             inputs = torch.cat([rows for rows, *_ in self._rows[self._earlier :]])
             # Tokens by tokens or dimensions by dimensions, the norm is the same.
-            return gram(inputs[:, not_decisive(inputs.square().sum(0))].T).norm()
+            return frobenius(gram(inputs[:, not_decisive(inputs.square().sum(0))].T))
         moments = mirror(self._task.moments.sum(0))
         decisive = ~not_decisive(moments.diagonal())
         moments[decisive], moments[:, decisive] = 0, 0
-        return moments.norm()
+        return frobenius(moments)
 
     def solve(self) -> Change:
         del self._task  # its memory is needed
@@ -284,7 +284,8 @@ class _TokenEquations:
     def change(self, ridge: float) -> torch.Tensor | None:
         """D [d_out, d_in]; None where the ridge does not make the equations solvable."""
         inputs, residuals = self._held_inputs, self._residuals
-        system = _plus(self._products, ridge * self._strengths[0])
+        system = self._products.clone()
+        system.diagonal().add_(ridge * self._strengths[0])
         if residuals.shape[1] < inputs.shape[1]:
             solution = times_inverse(residuals.T, system)
             return None if solution is None else solution @ inputs
@@ -295,18 +296,13 @@ class _TokenEquations:
         """The squared error of each half's solution on the other half."""
         error = 0.0
         for half, other, held in zip(self._halves, self._halves[::-1], self._strengths[1:], strict=True):
-            system = _plus(self._products[half[:, None], half], ridge * held)
+            system = self._products[half[:, None], half]
+            system.diagonal().add_(ridge * held)
             solution = times_inverse(self._combined[half].T, system)
             if solution is None:
                 return torch.inf
             error += float((solution @ self._products[half[:, None], other] - self._combined[other].T).square().sum())
         return error
-
-
-def _plus(matrix: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    system = matrix.clone()
-    system.diagonal().add_(number)
-    return system
 
 
 def hold_of(diagonal: torch.Tensor, prior: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,6 @@ from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal import merge
-from mergekit_slta.featcal.solution import ANSWER_WEIGHT as W
 from mergekit_slta.featcal.solution import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.output.publish import publish
@@ -101,7 +100,7 @@ def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:
     experiment = families.experiment(content)
     data = experiment.load_data(experiment.recipe.experts)
     weights = token_weights(data)
-    assert torch.cat(weights).unique().tolist() == [1.0, W]
+    assert torch.cat(weights).unique().tolist() == [1.0, 8.0]
     families.feature_merge(llama, tmp_path / "weighted", tasks=[task.token_ids for task in data], token_weights=weights)
     solve(content, tmp_path / "solved")
     assert same_tensors(families.solved_tensors(tmp_path / "solved"), families.solved_tensors(tmp_path / "weighted"))
@@ -111,7 +110,7 @@ def test_an_answer_counts_from_the_token_that_predicts_its_first_one_as_far_as_i
     samples = [(6, (3, 5)), (4, (3, 40)), (2, None), (2, (1, 2))]  # lengths, and the places of answers
     ids, answers = (tuple(range(length)) for length, _ in samples), tuple(answer for _, answer in samples)
     data = CalibrationData("a.jsonl", tuple(ids), tuple(range(len(samples))), answers)
-    expected = [[1, 1, W, W, W, 1], [1, 1, W, W], [1, 1], [W, W]]
+    expected = [[1, 1, 8, 8, 8, 1], [1, 1, 8, 8], [1, 1], [8, 8]]
     assert [row.tolist() for row in token_weights([data, data])] == 2 * expected
 
 

@@ -8,7 +8,7 @@ import torch
 from support.rounding import IN_FLOAT64, rounding
 
 from mergekit_slta.numerics import symmetric
-from mergekit_slta.numerics.symmetric import add_ridge, gram, times_inverse
+from mergekit_slta.numerics.symmetric import add_ridge, frobenius, gram, times_inverse
 
 
 @pytest.mark.parametrize("block", [1, 5, 7, 100])
@@ -16,6 +16,11 @@ def test_a_gram_matrix_is_the_product_whatever_its_blocks(block: int, monkeypatc
     monkeypatch.setattr(symmetric, "BLOCK", block)
     rows = torch.randn(9, 14, dtype=torch.float64)
     assert (gram(rows) - rows.T @ rows).norm() < IN_FLOAT64 * rows.square().sum()
+
+
+def test_the_norm_of_a_large_matrix_counts_all_numbers() -> None:
+    matrix = torch.rand(2048, 2048)
+    assert float(frobenius(matrix)) == pytest.approx(float(matrix.double().norm()), rel=rounding(8))
 
 
 @pytest.mark.parametrize("width", [10, 1000])
