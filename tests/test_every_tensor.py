@@ -270,17 +270,6 @@ def test_what_merging_an_adapter_loses_is_said(family_of: Callable[[str], Family
     assert any("will be left out: merging its adapter loses them" in note for note in notes)
 
 
-def test_slices_are_planned_by_mergekit_alone_and_the_check_says_what_that_leaves_out(
-    family_of: Callable[[str], Family],
-) -> None:
-    family = family_of("deepseek_v3")
-    names = [str(own) for own in family.folders]
-    slices = [{"sources": [{"model": name, "layer_range": [0, end]} for name in names]} for end in (2, 3)]
-    recipe = {"merge_method": "actmat", "base_model": names[0], "slices": slices, "dtype": "float32"}
-    (note,) = look(recipe).notes
-    assert note.startswith("mergekit merges slices without ")
-
-
 def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
     family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:

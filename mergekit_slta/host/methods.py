@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from mergekit.architecture import ModelArchitecture
-from mergekit.common import ModelReference, dtype_from_name
+from mergekit.common import dtype_from_name
 from mergekit.merge_methods import GroupMergeMethod, InputContract, MergeMethodSpec, TensorGroup
-from mergekit.merge_methods.base import BasePolicy, OptionalTensorPolicy
+from mergekit.merge_methods.base import BasePolicy
 
 from mergekit_slta.actmat.covariance import merged_vector
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.solution import SolvedModel, solve_model
-from mergekit_slta.layers.maps import Role, dotted_tails, model_roles, role_by_shape, turned
+from mergekit_slta.layers.maps import Role, dotted_tails, role_by_shape, roles_by_ending, turned
 from mergekit_slta.models.checkpoint import is_finite, task_vector, weighted_sum
 from mergekit_slta.models.headers import exempt_types
 from mergekit_slta.models.layout import Layout
@@ -53,17 +51,13 @@ LOG = logging.getLogger(__name__)
 
 
 def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
-    """A method as mergekit declares it; ``paper`` is its number on arXiv.
-
-    A tensor that no expert has, such as one of a vision tower that they lack, stays the base model's.
-    """
+    """A method as mergekit declares it; ``paper`` is its number on arXiv."""
     return MergeMethodSpec(
         name=settings.method,
         parameters=parameter_specs(settings),
         contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
         pretty_name=pretty_name,
         reference_url=f"https://arxiv.org/abs/{paper}",
-        optional_tensor_policy=OptionalTensorPolicy.PASSTHROUGH_BASE_SINGLETON,
     )
 
 
@@ -90,9 +84,7 @@ class Method(GroupMergeMethod):
     def __init__(self, kind: type[Merge]) -> None:
         self.spec = kind.spec
         self.kind = kind
-        self._experiment: Experiment | None = None  # none where mergekit merges tensors of no recipe of models
-        self._merge = self._without_recipe = kind()
-        self.architecture: ModelArchitecture | None = None  # of the merge that runs; None where mergekit's own decides
+        self.experiment: Experiment | None = None  # of the merge that runs
 
     @contextlib.contextmanager
     def merging(self, experiment: Experiment, merge: Merge, progress: Callable[[str, int], object]) -> Iterator[None]:
@@ -100,30 +92,26 @@ class Method(GroupMergeMethod):
 
         ``progress`` is told the name of each tensor that is merged, and that it is one.
         """
-        self._experiment, self._merge, self._progress = experiment, merge, progress
-        self.architecture = experiment.architecture
+        self.experiment, self._merge, self._progress = experiment, merge, progress
         # Of tensors that the recipe's ``out_dtype`` is not for.
-        self._types = exempt_types(experiment.base.model.tensors) if self.architecture else {}
+        self._types = exempt_types(experiment.base.model.tensors)
         try:
             yield
         finally:
-            self._experiment, self._merge, self.architecture = None, self._without_recipe, None
+            self.experiment = None
 
     def merge_group(self, group: TensorGroup, /, **parameters: Any) -> torch.Tensor:
-        of_models = all(isinstance(entry.id, ModelReference) for entry in group.entries)
-        experiment, merge = (self._experiment, self._merge) if of_models else (None, self._without_recipe)
-        if experiment is None and not isinstance(merge, DataFreeMerge):
+        if self.experiment is None:
             raise SltaError(
-                f"'{self.spec.name}' measures whole models before it merges their tensors: run it with "
-                "mergekit-yaml or mergekit's run_merge, on model folders or Hub ids."
+                f"'{self.spec.name}' looks at whole models before it merges tensors: run it with mergekit-yaml or "
+                "mergekit's run_merge, on model folders or Hub ids."
             )
-        merged = merge.tensor(group, **parameters)
-        stored, out_dtype = group.metadata.name or "", experiment and experiment.recipe.config.out_dtype
-        dtype = dtype_from_name(experiment and self._types.get(stored, out_dtype)) or merged.dtype
+        merged, stored = self._merge.tensor(group, **parameters), group.metadata.name or ""
+        name = self._types.get(stored, self.experiment.recipe.config.out_dtype)
+        dtype = dtype_from_name(name) or merged.dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
-        if experiment is not None:
-            self._progress(stored, 1)
+        self._progress(stored, 1)
         return merged
 
 
@@ -213,15 +201,13 @@ class DataFreeMerge(Merge):
     mergekit passes integer tensors through by itself.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._roles: dict[Hashable, Mapping[str, Role]] = {}  # by base model: each slice may have its own
-        self._layout: Layout | None = None  # of a recipe's base model
-        self._trusted = False  # whether models may bring code of their own
+    _layout: Layout  # of the base model
+    _roles: Mapping[str, Role]
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         super().prepare(experiment, partial)
-        self._layout, self._trusted = experiment.layout, experiment.options.trust_remote_code
+        self._layout = experiment.layout
+        self._roles = roles_by_ending(self._layout.model) if self._layout.model is not None else {}
 
     def merge_task_vectors(
         self, role: Role, task_vectors: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
@@ -240,19 +226,13 @@ class DataFreeMerge(Merge):
         return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
 
     def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
-        assert group.base is not None
-        base = group.base.id if isinstance(group.base.id, ModelReference) else None
-        with self._lock:
-            if base not in self._roles:
-                self._roles[base] = model_roles(base, self._trusted, self.spec.name)
-            roles = self._roles[base]
-        stored, layout = group.metadata.name or "", self._layout
-        piece = layout.pieces.get(stored) if layout else None
+        stored = group.metadata.name or ""
+        piece = self._layout.pieces.get(stored)
         endings = dotted_tails(piece.targets[0] if piece else stored)
-        role = next((roles[ending] for ending in endings if ending in roles), None)
+        role = next((self._roles[ending] for ending in endings if ending in self._roles), None)
         if role is None:
             return role_by_shape(stored, tensor, group.metadata.vocabulary_axis)
-        return turned(role) if layout and layout.turned(stored) else role
+        return turned(role) if self._layout.turned(stored) else role
 
 
 class ActmatMerge(DataFreeMerge):

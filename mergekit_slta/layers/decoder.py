@@ -347,7 +347,7 @@ class Decoder:
         """Run a layer on hidden states [B, S, D] as the model does, to its end or until it calls a module.
 
         ``tensors`` are by the tensors' names inside the layer, ``settings`` those of ``LayerRun``. Whatever the layer's
-        own code raises is a ModelCodeError.
+        own code raises is a ModelCodeError, but for a lack of memory.
         """
         run, copied = LayerRun(**settings), call.with_state({})
         self.restore()

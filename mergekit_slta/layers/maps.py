@@ -6,8 +6,7 @@ own model, built without weights. Merge methods that see one tensor at a time de
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -15,16 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from mergekit.common import ModelReference
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.checkpoint import Tensors
-from mergekit_slta.models.layout import meta_model
-
-LOG = logging.getLogger(__name__)
 
 FUSED = ("gate_up_proj", "up_proj", "down_proj")
 TORCH_NORMS = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, _NormBase)
@@ -109,34 +103,16 @@ def tensor_roles(model: transformers.PreTrainedModel) -> dict[str, Role]:
     return named
 
 
-def model_roles(base: Hashable, trust_remote_code: bool, method: str) -> Mapping[str, Role]:
-    """The roles of the base model's tensors by name, and by every ending of a name that has only one role.
+def roles_by_ending(model: transformers.PreTrainedModel) -> dict[str, Role]:
+    """The roles of a model's tensors by name, and by every ending of a name that has only one role.
 
-    Endings serve checkpoints whose names begin otherwise, and sliced recipes, whose output may have more layers. There
-    are none, and a warning, if transformers cannot build the model.
+    Endings serve tensors that the model does not have, such as those of a head for multi-token prediction.
     """
-    reason = "the tensors come without a model"
-    if isinstance(base, ModelReference):
-        try:
-            with reading(f"The configuration of {base}"):
-                config = base.config(trust_remote_code)
-            named = tensor_roles(meta_model(config, trust_remote_code))
-        except SltaError as error:
-            reason = str(error)
-        else:
-            endings: dict[str, set[Role]] = {}
-            for name, role in named.items():
-                for ending in dotted_tails(name):
-                    endings.setdefault(ending, set()).add(role)
-            return {ending: next(iter(roles)) for ending, roles in endings.items() if len(roles) == 1} | named
-    LOG.warning(
-        "%s cannot read the structure of %s (%s), and uses the shapes of the tensors: it treats matrices as linear "
-        "maps.",
-        method,
-        base or "the model",
-        reason,
-    )
-    return {}
+    named, endings = tensor_roles(model), dict[str, set[Role]]()
+    for name, role in named.items():
+        for ending in dotted_tails(name):
+            endings.setdefault(ending, set()).add(role)
+    return {ending: next(iter(roles)) for ending, roles in endings.items() if len(roles) == 1} | named
 
 
 # Linear maps: linear layers, routers, a mixture's fused experts

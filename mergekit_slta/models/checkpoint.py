@@ -21,6 +21,7 @@ from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import Model, folder_headers, source_folders
+from mergekit_slta.models.layout import Layout
 
 _aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor]
@@ -69,13 +70,17 @@ class Checkpoint:
         ``stacks`` are, by key, the shapes [E, ...] of tensors that hold a mixture's experts, if each expert's part is
         to be read again whenever it is used: they become ``ExpertStack`` objects.
         """
-        tensors: dict[str, torch.Tensor] = {}
+        tensors, layout = dict[str, torch.Tensor](), self.model.layout(model)
         for key, name in names.items():
+            if name not in layout:
+                why = "its checkpoint is incomplete or of another architecture"
+                raise SltaError(f"{self} lacks the tensor {name}: {why}.")
             shape = (stacks or {}).get(key)
-            if shape and (stack := self._stack(name, model, shape, device)) is not None:
-                tensors[key] = stack
+            if shape and layout.in_parts(name):
+                tensors[key] = self._stack(name, layout, shape, device)
                 continue
-            tensors[key] = self._tensor(name, model, device)
+            with reading(f"The tensor {name} of {self}"):
+                tensors[key] = layout.read(name, lambda stored: self._loader.get_tensor(stored).to(device))
             if tensors[key].is_floating_point():
                 self._refuse_broken(name, tensors[key])
                 tensors[key] = tensors[key].float()
@@ -88,24 +93,12 @@ class Checkpoint:
         if stamps(self._files) != self.stamps:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
 
-    def _tensor(self, name: str, model: transformers.PreTrainedModel, device: torch.device | str) -> torch.Tensor:
-        """A tensor of the model in the checkpoint's dtype."""
-        layout = self.model.layout(model)
-        if name not in layout:
-            raise SltaError(f"{self} lacks the tensor {name}: its checkpoint is incomplete or of another architecture.")
-        with reading(f"The tensor {name} of {self}"):
-            return layout.read(name, lambda stored: self._loader.get_tensor(stored).to(device))
-
-    def _stack(
-        self, name: str, model: transformers.PreTrainedModel, shape: Sequence[int], device: torch.device | str
-    ) -> ExpertStack | None:
+    def _stack(self, name: str, layout: Layout, shape: Sequence[int], device: torch.device | str) -> ExpertStack:
         """A mixture's experts: each is read whenever it is used, and checked when it is used first.
 
-        None if their parts cannot be told apart. On the CPU the stored tensors are mapped from the file.
+        On the CPU the stored tensors are mapped from the file.
         """
-        layout, checked = self.model.layout(model), set[int]()
-        if name not in layout or not layout.in_parts(name):
-            return None
+        checked = set[int]()
 
         def part(mixture_expert: int) -> torch.Tensor:
             self.refuse_changes()

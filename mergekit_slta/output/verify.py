@@ -139,7 +139,8 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
     Also named are tensors that transformers ignores, such as those of a head for multi-token prediction, where the
     base model has them and the folder does not.
     """
-    may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if experiment.recipe.in_slices else ()))
+    sliced = experiment.recipe.config.slices or experiment.recipe.config.modules  # by mergekit's own methods
+    may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if sliced else ()))
     names = [
         name
         for name in other_computation(base.config, written.config, whole=True)

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
-from mergekit_slta.files import digest, versions
+from mergekit_slta.files import commit, digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import refuse_unless_decoder, tail_problem, trace_model
 from mergekit_slta.levels import LEVELS
@@ -130,14 +130,9 @@ class Experiment:
         return self.base.model.layout(self.model(self.recipe.base).built)
 
     @cached_property
-    def architecture(self) -> ModelArchitecture | None:
-        """The architecture by which mergekit merges all tensors of the base model's checkpoint.
-
-        None where mergekit's own decides, because the recipe is ``in_slices``.
-        """
-        return (
-            None if self.recipe.in_slices else architecture_of(self.layout, self.base.model.tensors, self.base.config)
-        )
+    def architecture(self) -> ModelArchitecture:
+        """The architecture by which mergekit merges all tensors of the base model's checkpoint."""
+        return architecture_of(self.layout, self.base.model.tensors, self.base.config)
 
     def open(self) -> None:
         """Have mergekit download all models, and merge adapters; from now on changes of their files are noticed."""
@@ -327,7 +322,7 @@ class Experiment:
         adapters = [self.options.lora_merge_dtype] if any(one.reference.lora for one in self.checkpoints) else []
         stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
         return {
-            "versions": versions(),
+            "versions": versions() | {"commit": commit()},
             "models": [model.fingerprint for model in self.checkpoints],
             "config": hashed_computation(self.base.config),
             "tokens": [samples.sha256 for samples in data],
@@ -343,7 +338,7 @@ def require_device(name: str) -> None:
     except Exception as error:  # of a kind that differs between devices
         raise MachineError(
             f"PyTorch cannot compute on the device '{name}' ({first_line(error)}): leave --device, --cuda and "
-            "--multi-gpu out to compute on the CPU, or install the driver and the PyTorch that the device needs."
+            "--multi-gpu out to compute on the CPU (a Mac's GPU is '--device mps'), or install what the device needs."
         ) from error
 
 

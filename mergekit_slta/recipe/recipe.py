@@ -71,7 +71,6 @@ class Recipe:
     content: dict[str, Any]  # the parsed YAML
     references: list[ModelReference]  # the base model, if there is one, and the experts
     tokenizer_source: Any  # of the merged model; None if it is only copied from the base model
-    in_slices: bool  # whether it names slices or mergekit's modules, so that mergekit plans the merge by itself
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         if not isinstance(content, Mapping):
@@ -127,7 +126,6 @@ class Recipe:
         normalize(config)
         recipe.references = [*([config.base_model] if config.base_model else []), *expert_references(config)]
         recipe.tokenizer_source = tokenizer_source(config)
-        recipe.in_slices = bool(config.slices or config.modules)
         return recipe
 
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:

@@ -5,11 +5,11 @@ Other rooms read a method's properties here (does it run models? the experts too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from mergekit.common import ModelReference
-from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration, OutputSliceDefinition
+from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, WrapValidator
 from pydantic.fields import FieldInfo
@@ -211,22 +211,14 @@ def _spec(name: str, field: FieldInfo, scope: ParameterScope) -> ParameterSpec:
     return ParameterSpec(name, Annotated[arguments], scope, default=field.default, description=field.description)
 
 
-# What a recipe gives each model, which stands under ``models``, ``slices`` or ``modules``
+# What a recipe gives each model
 
 
 def model_inputs(config: MergeConfiguration) -> list[InputModelDefinition | InputSliceDefinition]:
-    """Every mention of a model under ``models``, ``slices`` or ``modules``, in the recipe's order."""
-    of_modules = (entry for module in (config.modules or {}).values() for entry in module.models or [])
-    of_slices = (source for _, _, output in output_slices(config) for source in output.sources)
-    return [*(config.models or []), *of_modules, *of_slices]
-
-
-def output_slices(config: MergeConfiguration) -> Iterator[tuple[str, str, OutputSliceDefinition]]:
-    """Every slice: its name in messages, its module, which is empty if the recipe names none, and what it holds."""
-    slices = {"": config.slices, **{name: module.slices for name, module in (config.modules or {}).items()}}
-    for module, outputs in slices.items():
-        for number, output in enumerate(outputs or [], 1):
-            yield f"slice {number}" + f" of the module {module}" * bool(module), module, output
+    """Every mention of a model in the recipe's order, also under ``slices`` and ``modules`` of mergekit's methods."""
+    parts = [config, *(config.modules or {}).values()]
+    of_slices = (source for part in parts for output in part.slices or () for source in output.sources)
+    return [*(entry for part in parts for entry in part.models or ()), *of_slices]
 
 
 def expert_references(config: MergeConfiguration) -> list[ModelReference]:

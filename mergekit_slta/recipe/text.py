@@ -13,25 +13,13 @@ from typing import Any
 import yaml
 from mergekit._data import chat_templates
 from mergekit.common import ModelReference
-from mergekit.config import (
-    ConditionalParameter,
-    InputModelDefinition,
-    InputSliceDefinition,
-    MergeConfiguration,
-    OutputSliceDefinition,
-)
+from mergekit.config import ConditionalParameter, InputModelDefinition, MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from mergekit.tokenizer.config import TokenizerConfig
 from pydantic import BaseModel, ValidationError
 
 from mergekit_slta.errors import SltaError, one_line, suggestion
-from mergekit_slta.recipe.settings import (
-    MethodSettings,
-    expert_references,
-    model_inputs,
-    output_slices,
-    parameter_specs,
-    tokenizer_source,
-)
+from mergekit_slta.recipe.settings import MethodSettings, expert_references, parameter_specs, tokenizer_source
 from mergekit_slta.words import enumerated
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -47,7 +35,7 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
     method = settings.method
     if not config.base_model:
         yield f"The recipe has no base_model: '{method}' needs, beside 'merge_method', the model before fine-tuning."
-    if settings.runs_models and (config.slices or config.modules):
+    if config.slices or config.modules:
         yield f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
     yield from _inputs(config)
     places = defaultdict[tuple[str, str], list[str]](list)  # of a fault: what comes before "in PLACES", and after it
@@ -64,9 +52,7 @@ def faults(config: MergeConfiguration, content: Mapping[str, Any], settings: typ
 
 
 def normalize(config: MergeConfiguration) -> None:
-    """Say in one way what a recipe may say in several, in place: the base model, its tokenizer, names of parameters."""
-    if not config.base_model and len(bases := {output.base_model for _, _, output in output_slices(config)}) == 1:
-        config.base_model = bases.pop()
+    """Say in one way what a recipe may say in several, in place: the base model's tokenizer, names of parameters."""
     made = config.tokenizer
     if made and made.tokens and made.source == "base" and config.base_model:
         # mergekit would take the new tokens for the base model's own, and what pads its embedding for their rows.
@@ -79,11 +65,7 @@ def normalize(config: MergeConfiguration) -> None:
 def parameter_tables(config: MergeConfiguration) -> Iterator[tuple[str, Mapping[str, Any], ModelReference | None]]:
     """Every ``parameters:`` table: its place for error messages, what it holds, and the model that it is of, if any."""
     yield "the recipe's parameters", config.parameters or {}, None
-    for name, module in (config.modules or {}).items():
-        yield f"the parameters of the module {name}", module.parameters or {}, None
-    for where, _, output in output_slices(config):
-        yield f"the parameters of {where}", output.parameters or {}, None
-    for entry in model_inputs(config):
+    for entry in config.models or ():
         yield f"{OF_MODEL}{entry.model}", entry.parameters or {}, entry.model
 
 
@@ -126,13 +108,13 @@ def misshapen(error: ValidationError) -> str:
 
 def _inputs(config: MergeConfiguration) -> Iterator[str]:
     """No expert, an expert that is listed twice, and a base model that is listed under another spelling."""
-    if model_inputs(config) and not expert_references(config):
+    if config.models and not expert_references(config):
         yield "The recipe has no expert: list a fine-tuned model beside the base model."
     listed = [entry.model for entry in config.models or []]
     for model in dict.fromkeys(listed):
         if listed.count(model) > 1:
             yield f"{model} is listed {listed.count(model)} times: list it once, with all its prompts in one file."
-    models = list(dict.fromkeys(filter(None, (config.base_model, *(entry.model for entry in model_inputs(config))))))
+    models = list(dict.fromkeys(filter(None, (config.base_model, *listed))))
     for model, other in itertools.combinations(models, 2):
         paths = model.model.path, other.model.path
         if model.lora == other.lora and all(map(os.path.exists, paths)) and os.path.samefile(*paths):
@@ -222,9 +204,8 @@ def _keys(content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterato
     """Keys of a recipe's YAML that look like a mistake and that mergekit silently ignores."""
     tables: list[tuple[str, Mapping[str, Any], type[BaseModel]]] = [("the recipe", content, MergeConfiguration)]
     tables += [(f"the entry of {entry['model']}", entry, InputModelDefinition) for entry in content.get("models") or ()]
-    for output in content.get("slices") or ():
-        tables.append(("a slice", output, OutputSliceDefinition))
-        tables += [(f"the entry of {entry['model']}", entry, InputSliceDefinition) for entry in output["sources"]]
+    if isinstance(tokenizer := content.get("tokenizer"), dict):
+        tables.append(("'tokenizer'", tokenizer, TokenizerConfig))
     parameters = {spec.name: spec for spec in parameter_specs(settings, settings.runs_models)}
     for where, table, model in tables:
         for key in [key for key in map(str, table) if key not in model.model_fields]:

@@ -156,8 +156,8 @@ def quantized(entry: dict[str, Any] | None, change: Callable[[State], None]) -> 
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
-ORIGINAL = "by its config.json: name the original checkpoint, or dequantize it first; or remove the entry "
-ELSE = "name the original checkpoint, or dequantize it first."
+ORIGINAL = "by its config.json: name the unquantized model, or dequantize it first; or remove the entry "
+ELSE = "name the unquantized model, or dequantize it first."
 
 
 def left_over_below_an_adapter(case: Case) -> None:
@@ -499,29 +499,10 @@ def writing(name: str, method: str = "slta", size: int = 0) -> Edit:
     return change
 
 
-def in_slices(*ranges: tuple[int, int], edit: Callable[[Any, list[Any]], object] = lambda recipe, last: None) -> Edit:
-    """Layers of a model whose configuration lists the kind of each one; ``last`` are the sources of the last slice."""
-
-    def change(case: Case) -> None:
-        case.of("qwen3").use("actmat")
-        names = [case.recipe["base_model"], *(entry["model"] for entry in case.recipe.pop("models"))]
-        sources = [[{"model": name, "layer_range": list(layers)} for name in names] for layers in ranges]
-        case.recipe["slices"] = [{"sources": own} for own in sources]
-        edit(case.recipe, sources[-1])
-
-    return change
-
-
-def in_module(name: str) -> Edit:
-    return in_slices((0, 3), edit=lambda recipe, _: recipe.update(modules={name: {"slices": recipe.pop("slices")}}))
-
-
 CUT = {"options": {"unsafe_truncate_embeddings": True}}
 GB = 10**9
 ALIGNED: dict[str, Any] = {"tokenizer": {"source": "base"}}
 ALIGN = "add 'tokenizer: {source: base}' to the recipe, so that mergekit aligns them."
-LIST = "list the base model BASE and an expert, each once; 'weight: 0' takes none of it."
-RANGES = "give all models layer ranges of one length, within [0, 3], instead of"
 IDS = "The tokenizers of EXPERT and the base model BASE have different ids for 2 tokens (such as 'a')"
 SIZES = "The expert HERE/other has a vocabulary of 66 tokens, the base model BASE one of 64"
 OTHERS: Rows = [
@@ -537,15 +518,6 @@ OTHERS: Rows = [
     ),
     (lambda c: (c.expert / "tokenizer.json").write_text('{"model": '), "EXPERT has no usable tokenizer ("),
     (lambda c: c.run(options={"device": "cuda:99"}), "PyTorch cannot compute on the device 'cuda:99' ("),
-    (in_slices((0, 2), (2, 3), edit=lambda _, last: last.pop(0)), f"In slice 2, {LIST}"),
-    (in_slices((0, 2), (2, 3), edit=lambda _, last: last.__delitem__(slice(1, None))), f"In slice 2, {LIST}"),
-    (in_slices((0, 2), edit=lambda _, last: last.append(last[1])), f"In slice 1, {LIST}"),
-    (
-        in_slices((0, 2), edit=lambda _, last: last[1].update(layer_range=[1, 2])),
-        f"In slice 1, {RANGES} [[0, 2], [1, 2], [0",
-    ),
-    *((in_slices((0, 2), r), f"In slice 2, {RANGES} [[{r[0]}, {r[1]}], [") for r in ((2, 4), (-1, 1), (2, 1))),
-    (in_module("text"), "mergekit knows default under 'modules' of BASE, not text."),
     (lambda c: c.use(report=f"{c.base}/config.json"), "'report: BASE/config.json' cannot be created"),
     (
         lambda c: c.adapt(c.lora(), merged_too=False).run(options={"lora_merge_cache": __file__}),
@@ -643,9 +615,6 @@ def the_experts_chat_template(case: Case) -> None:
         statistics("HERE/new/stats.safetensors"),
         lambda c: (c.base / "._config.json").write_bytes(b"\0\x05\x16\x07"),
         a_new_token,
-        in_slices((1, 3), (0, 1), (3, 3)),
-        in_slices((0, 2), edit=lambda recipe, _: recipe["slices"][0].update(base_model=recipe.pop("base_model"))),
-        in_module("default"),
         other_ids(**ALIGNED),
         other_size(**ALIGNED),
         other_size(tokenizer_source="union"),

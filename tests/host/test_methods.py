@@ -1,6 +1,5 @@
 """The four merge methods in mergekit: every tensor against merges written out in float64, and what they refuse."""
 
-import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeFamily
-from mergekit.merge_methods import merge_state_dicts
 from mergekit.scripts import merge_raw_pytorch
 from safetensors.torch import load_file
 from support import actmat_reference, families, featcal_reference, reference, sftm_reference
@@ -23,8 +21,7 @@ from support.merging import State, by_reference, load, merged_state, role_by_nam
 from support.rounding import regression_rounding
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.host.methods import Method, SftmMerge
-from mergekit_slta.layers.maps import Role, role_by_shape, tensor_roles
+from mergekit_slta.layers.maps import Role, tensor_roles
 
 # slta
 
@@ -104,21 +101,6 @@ def test_knows_which_dimension_is_the_input(name: str, role: Role) -> None:
     """Only over the inputs do the rows of a task matrix have a covariance."""
     roles = tensor_roles(families.skeleton(name).model)
     assert {own for name, own in roles.items() if re.search(r"experts\.(gate_up|down)_proj$", name)} == {role}
-
-
-def test_tensors_without_a_model_merge_by_their_shapes(caplog: pytest.LogCaptureFixture) -> None:
-    """As in mergekit's own functions, and in mergekit-pytorch, which only has checkpoint files."""
-    shapes = {"scale": (), "norm": (5,), "map": (6, 4), "row": (1, 7), "tokens": (1, 1, 4), "kernel": (4, 3, 2, 2)}
-    models = [{name: torch.randn(shape) for name, shape in shapes.items()} for _ in range(3)]
-    with caplog.at_level(logging.WARNING):
-        merged = merge_state_dicts(models, Method(SftmMerge), parameters={"density": 0.3}, base=0)
-    assert len([line for line in caplog.messages if "uses the shapes" in line]) == 1
-
-    def wanted(name: str) -> torch.Tensor:
-        base, *experts = (model[name] for model in models)
-        return sftm_reference.merged_tensor(role_by_shape(name, base, None), base, experts, [1.0, 1.0], [0.3, 0.3], 0.6)
-
-    assert wrong_tensors(merged, wanted, shapes) == []
 
 
 # Experts in float16, bfloat16 and float32 over one base model
@@ -232,8 +214,9 @@ def test_a_merged_tensor_that_is_too_large_for_its_type_is_never_written(
     assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
-def test_mergekit_pytorch_is_refused_in_words(llama: Family, tmp_path: Path) -> None:
-    content = families.recipe(llama)
+@pytest.mark.parametrize("method", ["slta", "actmat"])
+def test_mergekit_pytorch_is_refused_in_words(method: str, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, method, calibration=method == "slta")
     files = {str(folder): str(folder / "model.safetensors") for folder in llama.folders}
     content["base_model"] = files[content["base_model"]]
     for entry in content["models"]:

@@ -1,5 +1,6 @@
 """Recipes to start from: read as they are, and what ``check`` says is missing is what there is to fill in."""
 
+import re
 import shlex
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_recipes_of_mergekits_own_methods_merge_and_are_scored_by_a_recipe_with_
     run("merge", recipe, tmp_path / "out", "--quiet")
     sources = (f"--calibration={file}" for file in family.data)
     other.write_text(run("new", family.base, *family.experts, *sources).output.replace("samples: 30", "samples: 3"))
-    assert "out" in run("evaluate", other, tmp_path / "out", "--quiet").output
+    assert re.search(r"^out +\S", run("evaluate", other, tmp_path / "out", "--quiet").output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("method", WITH_DATA)

@@ -152,23 +152,21 @@ def test_a_model_in_another_spelling(is_base: bool, tmp_path: Path) -> None:
     assert problems(recipe) == [f"{second} is the {kind} {first}: spell it the same way, or leave it out."]
 
 
-def test_modules_and_slices_are_refused_where_whole_models_are_needed() -> None:
-    recipe = content()
+@pytest.mark.parametrize("method", SETTINGS)
+def test_modules_and_slices_are_refused(method: str) -> None:
+    recipe = content(method)
     sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
     slices = [{"sources": sources}]
     for parts in ({"slices": slices}, {"modules": {"default": {"slices": slices}}}):
-        (problem,) = problems(recipe | parts)
-        assert problem == "'slta' merges whole models: list them under 'models', not under 'slices' or 'modules'."
+        problem, *_ = problems(recipe | parts)
+        assert problem == f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
 
 
 def test_misspelt_parameters_are_found_wherever_they_stand() -> None:
-    source = {"model": "org/math", "layer_range": [0, 2], "parameters": {"weigt": 1}}
-    base = {"model": "org/base", "layer_range": [0, 2]}
-    piece = {"sources": [base, source], "parameters": {"rnk": 1}}
-    modules = {"vision": {"slices": [piece], "parameters": {"lamda": 1}}}
-    found = problems(content("sftm", models=None, modules=modules, parameters={"densty": 1}))
-    assert [problem.split("'")[1] for problem in found] == ["densty", "lamda", "rnk", "weigt"]
-    assert [problem.split("'")[-2] for problem in found] == ["density", "lambda", "rank", "weight"]
+    models = [{"model": "org/math", "parameters": {"weigt": 1}}]
+    found = problems(content("sftm", models=models, parameters={"densty": 1}, tokenizer={"sources": "base"}))
+    assert [problem.split("'")[1] for problem in found] == ["sources", "densty", "weigt"]
+    assert [problem.split("'")[-2] for problem in found] == ["source", "density", "weight"]
 
 
 def test_a_recipe_of_ties_gets_a_sentence_for_each_parameter_and_one_for_the_prompts() -> None:
