@@ -65,6 +65,7 @@ class _Answer(NamedTuple):
     cut: bool = False
     differs: bool = False  # the record does not give just the tokens that the model was given and produced
     loops: bool = False  # its end is one phrase over and over
+    thinks: bool = False  # it is cut off in its reasoning
 
 
 def ask(
@@ -135,12 +136,14 @@ def ask(
     if not any(answer.record for answer in answers):
         raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: give other prompts.")
     total, loops = counted(len(answers), "answer"), sum(answer.loops for answer in answers)
+    thoughts = sum(answer.thinks for answer in answers)
     for count, what in (
+        (thoughts, f"end in the reasoning after {max_new_tokens} tokens: raise --max-new-tokens to some thousands"),
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
         (
-            sum(answer.cut for answer in answers),
-            f"are cut off after {max_new_tokens} tokens (128 were enough in a measured merge)",
+            sum(answer.cut for answer in answers) - thoughts,
+            f"are cut off after {max_new_tokens} tokens (in a measured merge, a limit of 128 did no harm)",
         ),
         (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):
@@ -180,7 +183,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     if ignored:
         fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
         LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
-    for sentence in source.control_tokens([json.dumps(prompt.record) for prompt in asked]):
+    for sentence in source.control_tokens([json.dumps(prompt.record, ensure_ascii=False) for prompt in asked]):
         LOG.warning("%s", sentence)
     return asked
 
@@ -234,7 +237,13 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
     # The model's other settings may sample, or count the padding among the tokens that are not to be repeated.
     model.generation_config = transformers.GenerationConfig(eos_token_id=sorted(ends - {None}), pad_token_id=0)
     model.name_or_path = str(checkpoint)
-    return model.to(experiment.device).eval()
+    try:
+        return model.to(experiment.device).eval()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        fix = "let it answer on the CPU (the same `ask` without --cuda or --device)"
+        raise MachineError(f"{checkpoint} does not fit into the memory of {experiment.device}: {fix}.") from error
 
 
 def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tuple[list[int], list[int]]]:
@@ -311,7 +320,8 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
         return shared(tokens, ids), 0 if end else min(0, len(ids) - len(tokens))
 
     best = max(forms, key=fit)
-    return _Answer(best, not end, fit(best) != (len(ids), 0))
+    thinks = (prompt.text + text).rfind("<think>") > (prompt.text + text).rfind("</think>")
+    return _Answer(best, not end, fit(best) != (len(ids), 0), thinks=thinks and not end)
 
 
 def _loops(words: list[int]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from mergekit.common import ModelReference
 from mergekit.tokenizer.embed import PermutedVocabulary
 
 from mergekit_slta.checks.folder import beside_weights, refuse_links
-from mergekit_slta.data.sources import end_of_turn
+from mergekit_slta.data.sources import end_of_turn, probe
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import folder_with
@@ -96,6 +97,21 @@ def endless(experiment: Experiment) -> Iterator[str]:
                 f"The expert {expert} ends its turns with {end}, but the merged model stops at "
                 f"{' and '.join(map(str, stops))}, like the base model {base}: add 'tokenizer: {{source: "
                 f"{expert.reference.lora or expert.reference.model}}}' to the recipe."
+            )
+
+
+def other_templates(experiment: Experiment) -> Iterator[str]:
+    """Experts whose own chat templates would write the prompts of their tasks otherwise."""
+    chats = (task for (task, _), drawn in experiment.drawn.items() if drawn.has_chats)
+    for task in chats:
+        ours = theirs = ""
+        with suppress(*hub.HUB_ERRORS, SltaError):  # some folders lack a tokenizer
+            ours, theirs = probe(experiment.samples_tokenizer), probe(experiment.tokenizer(task.reference))
+        if ours and theirs not in ("", ours):
+            yield (
+                f"The chats of {task} are written by the chat template of {experiment.recipe.tokenizer_owner}, not by "
+                "its own, which differs: to use that one in all tasks and the merge, add 'tokenizer: {source: "
+                f"{task.reference.lora or task.reference.model}}}' to the recipe."
             )
 
 

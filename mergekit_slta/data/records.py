@@ -45,12 +45,14 @@ SYSTEM = ("system", "system_prompt")  # a conversation's system prompt in a fiel
 REASON, CALLED = "the reasoning", "the tool calls"  # parts that a chat template may leave out
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
 # What only a template of a recipe names.
+CODE = ("code", "solution", "summary", "target")  # beside ``text``
 UNREAD = ("context", "passage", "choices", "options", "history", "functions", *MEDIA)
 DEEPEST = 100  # lists and tables within each other: more would overflow what writes them
 _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
+_TOKEN = re.compile(r"<[^<>\s]+>")  # such as the end of a turn
 _APART = r"(?!(?<=\w)\w)"  # a place that is not inside a word
 
 
@@ -63,6 +65,7 @@ class Text(NamedTuple):
 
     text: str  # "" for an empty record
     is_chat: bool = False  # a chat template wrote it
+    is_pair: bool = False  # it joins several fields
     # The place of the answer, without blanks around it: the index of its first character, and of the one after its
     # last. The answer is the last turn if it is an assistant's, the last part of a pair, or of several fields in a
     # template the last one, if the template ends with it or it is an answer by its name. In the record's own text it is
@@ -99,8 +102,8 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
     groups = _groups_in(record)
     for fields in groups:
         values = [decoded(record[field]) for field in fields]
-        if not is_turns(values[0]) and isinstance(record[fields[-1]], str):
-            values[-1] = record[fields[-1]]  # an answer may be JSON that looks like turns
+        if isinstance(record[fields[-1]], str) and not (is_turns(values[0]) and is_turns(values[-1])):
+            values[-1] = record[fields[-1]]  # an answer may be JSON
         if len(fields) > 1 and any(map(is_turns, values)):
             if turns := turns_of(_one_chat(values), f"{fields[0]!r} of {where}"):
                 return _chat_text(turns, record, where, render_chat)
@@ -108,7 +111,9 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
         parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
         if any(part.strip() for part in parts):
             text = _joined(fields, parts, record)
-            return text if fields == ("text",) else text._replace(unread=unread(record, (*UNREAD, *SYSTEM)))
+            names = sorted(ANSWERS | {*CODE}) if fields == ("text",) else (*UNREAD, *SYSTEM)
+            beside = [name for name in unread(record, names) if str(record[name]).strip() not in text.text]
+            return text._replace(unread=tuple(beside), is_pair=len(fields) > 1)
     if not chat_fields and not groups:
         raise UnfitRecord(
             f"{where} has none of the known fields: its fields are {listed(map(str, record)) or 'none'}. "
@@ -234,7 +239,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
             )
         last = len(text), len(text) + len(written)
         text += written
-    is_answer = len(fields) > 1 and (fields[-1] in ANSWERS or not (tail.strip() or ANSWERS & {*fields}))
+    is_answer = len(fields) > 1 and (fields[-1] in ANSWERS or not (_TOKEN.sub("", tail).strip() or ANSWERS & {*fields}))
     return Text(text, answer=_without_blanks(text, *last) if is_answer else None)
 
 
@@ -249,7 +254,8 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     render = partial(render_chat, **named, **({"tools": tools} if tools else {}))
     change, text, left_out = _written(turns, tools, render, where)
     answer = _last_turn_in(turns, text, lambda marked: render(change(marked)))
-    return Text(text, True, answer, tuple(left_out), unread(record), json.dumps(turns, ensure_ascii=False, default=str))
+    said = json.dumps(turns, ensure_ascii=False, default=str)
+    return Text(text, True, False, answer, tuple(left_out), unread(record), said)
 
 
 def with_system(turns: Turns, record: Record) -> Turns:

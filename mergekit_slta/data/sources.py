@@ -44,6 +44,8 @@ CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
 # Llama 3.2's chat template writes when it is given none.
 CHAT_DATE = datetime.datetime(2024, 7, 26)
+MARKER = re.compile("<[|\uff5c][^<>|\uff5c{}\\s]+[|\uff5c]>")  # control tokens of most chat templates
+THOUGHTLESS = re.compile(r"<think>\s*</think>")
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
@@ -55,9 +57,10 @@ class CalibrationData:
     token_ids: tuple[tuple[int, ...], ...]  # a row per sample, in the order drawn; no padding
     records: tuple[int, ...]  # each row's index in the source
     # The place of the record's answer in each row: the index of its first token, and of the one after its last, which
-    # is beyond the row if the answer is cut off. None for a record without a known answer.
+    # is beyond the row if the answer is cut off. None for a record without a known answer, or one beyond the row.
     answers: tuple[Span | None, ...]
     revision: str = ""  # of a dataset from the Hub: the commit, or "" if it is not known
+    has_chats: bool = False  # a chat template wrote some
 
     @cached_property
     def sha256(self) -> str:
@@ -151,6 +154,7 @@ class CalibrationSource:
             tuple(sample.record for sample in drawn),
             tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
             _revision(records),
+            any(sample.text.is_chat for sample in drawn),
         )
 
     def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
@@ -169,20 +173,44 @@ class CalibrationSource:
                 "in the field 'text'."
             )
         yield from self.control_tokens([sample.text.conversation for sample in drawn])
-        chats = [sample.text.text for sample in drawn if sample.text.is_chat]
-        split = {marker for text in chats for marker in self._split_markers if marker in text}
-        if split:
+        texts = [sample.text for sample in drawn]
+        markers = {
+            marker
+            for text in texts
+            for marker in (self._split_markers if text.is_chat else MARKER.findall(text.text))
+            if marker in text.text
+        }
+        if split := markers - self.tokenizer.get_vocab().keys():
             yield (
-                f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} of the chat "
-                "template into pieces: add 'tokenizer: {source: EXPERT}' to the recipe if the expert has the base "
-                "model's ids, or give the expert a 'template' without them."
+                f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} into pieces: add "
+                "'tokenizer: {source: EXPERT}' to the recipe if the expert has the base model's ids, or give the "
+                "expert a 'template' without them."
             )
+        yield from self._notes_on_chats(texts)
         answers = [sample.answer for sample in drawn if sample.answer]
         if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
             cut = sum(begin < self.max_tokens for begin, _ in beyond)
             yield (
                 f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
-                f"{f', {cut} of them in part' * bool(cut)}: raise it to {max(end for _, end in beyond)}."
+                f"{f', {cut} of them in part' * bool(cut)}: raise 'max_tokens' to {max(end for _, end in beyond)}."
+            )
+
+    def _notes_on_chats(self, texts: Sequence[Text]) -> Iterator[str]:
+        """How conversations are written, and what is none for a chat model, a sentence each."""
+        pairs = [text for text in texts if text.is_pair and not MARKER.search(text.text)]
+        if pairs and has_chat_template(self.tokenizer):
+            yield (
+                f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: for experts that were "
+                "trained on chats, give them as 'messages'."
+            )
+        if "\\n" in self.template:
+            yield "the template has a backslash and an n: for a new line, write it in double quotes."
+        chats = [text for text in texts if text.is_chat]
+        empty = [text for text in chats if THOUGHTLESS.search(text.text) and not THOUGHTLESS.search(text.conversation)]
+        if empty:
+            yield (
+                f"the chat template writes an empty thought before {len(empty)} of {len(texts)} answers: for "
+                "a merge that thinks, take answers with their reasoning, such as those of `ask`."
             )
 
     def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
@@ -247,10 +275,9 @@ class CalibrationSource:
 
     @cached_property
     def _split_markers(self) -> set[str]:
-        """The control tokens of the chat template that the tokenizer does not know."""
+        """The control tokens of the chat template."""
         owner = self._chat_tokenizer
-        markers = {*owner.get_added_vocab(), *re.findall(r"<\|[^<>|{}\s]+\|>", str(owner.get_chat_template()))}
-        return markers - self.tokenizer.get_vocab().keys()
+        return {*owner.get_added_vocab(), *MARKER.findall(str(owner.get_chat_template()))}
 
     @cached_property
     def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -270,15 +297,19 @@ def has_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return False
 
 
-def end_of_turn(tokenizer: Any) -> str | None:
-    """The token that a tokenizer's chat template writes after an assistant's turn; None if it shows none."""
+def probe(tokenizer: Any) -> str:
+    """A short conversation as a tokenizer's chat template writes it, with MARK as the answer; "" if it cannot."""
     turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        return str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception as error:  # without a template, or of any kind that the template raises
-        LOG.info("%s shows no end of a turn: %s", tokenizer.name_or_path, first_line(error))
-        return None
-    after = text.partition(MARK)[2].lstrip()
+        LOG.info("%s writes no conversation: %s", tokenizer.name_or_path, first_line(error))
+        return ""
+
+
+def end_of_turn(tokenizer: Any) -> str | None:
+    """The token that a tokenizer's chat template writes after an assistant's turn; None if it shows none."""
+    after = probe(tokenizer).partition(MARK)[2].lstrip()
     return max((token for token in tokenizer.get_added_vocab() if after.startswith(token)), key=len, default=None)
 
 

@@ -277,12 +277,21 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
         f"{out}: 3 of 6 answers are empty and left out.",
-        f"{out}: 2 of 6 answers are cut off after 4 tokens (128 were enough in a measured merge).",
+        f"{out}: 2 of 6 answers are cut off after 4 tokens (in a measured merge, a limit of 128 did no harm).",
         f"{out}: 2 of 6 answers change their tokens when their text is tokenized again.",  # by the tokenizer's </s>
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
     with pytest.raises(slta.SltaError, match="answers none of 1 prompt: give other prompts"):
         slta.ask(folder, tmp_path / "none.jsonl", empty, max_new_tokens=4, quiet=True)
+
+
+def test_an_answer_that_ends_in_its_reasoning_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, _, prompts = of_script(tmp_path, f"{THINKING} and more", PLAIN)
+    for limit, said in ((10, "end in the reasoning after 10 tokens: raise"), (20, "are cut off after 20 tokens (in")):
+        slta.ask(folder, tmp_path / f"{limit}.jsonl", prompts, max_new_tokens=limit, quiet=True)
+        (message,) = [message for message in caplog.messages if "after" in message]
+        assert said in message
+        caplog.clear()
 
 
 @pytest.mark.parametrize("template", [PLAIN, None])
@@ -340,7 +349,7 @@ def test_an_answer_that_repeats_one_phrase_to_the_limit_is_left_out(
         f"{out}: 1 of 2 answers repeat one phrase until they are cut off after {len(said)} tokens, and are left out."
     )
     assert (loops in caplog.messages) == (not is_kept)
-    assert any("128 were enough" in message for message in caplog.messages) == is_kept
+    assert any("of 128 did no harm" in message for message in caplog.messages) == is_kept
 
 
 def test_prompts_that_say_control_tokens_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

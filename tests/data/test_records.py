@@ -336,7 +336,8 @@ def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
     [
         ({"question": "a", "answer": "b", "context": "c", "system": "d", "choices": []}, ["context", "system"]),
         ({"messages": SAID, "history": [["a", "b"]], "system": "d"}, ["history"]),
-        ({"text": "a", "context": "c"}, []),
+        ({"text": "a", "context": "c", "answer": "a"}, []),
+        ({"text": "a", "code": "c"}, ["code"]),
     ],
 )
 def test_fields_that_are_not_read_are_counted(
@@ -349,10 +350,36 @@ def test_fields_that_are_not_read_are_counted(
         assert f"calibration leaves out the field '{field}' of 1 of 1 prompts: write it in a 'template'" in message
 
 
+EMPTY = PLAIN.replace("+ m.content", "+ ('<think>\\n</think>' if m.role == 'assistant' else '') + m.content")
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "said"),
+    [
+        ({"question": "hi", "answer": "ho"}, "", "1 of 1 prompts reach the models without a chat template"),
+        ({"messages": SAID}, "", "an empty thought before 1 of 1 answers"),
+        ({"messages": SAID}, r"{messages[0][content]}\nho", "the template has a backslash and an n"),
+        ({"text": "<|none|>hi"}, "", "splits <|none|> into pieces"),
+        ({"text": "hi"}, "{text}", ""),
+    ],
+)
+def test_what_a_chat_model_would_read_otherwise_is_said(
+    record: dict[str, Any], template: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", EMPTY)
+    load(write_jsonl(tmp_path / "a.jsonl", [record]), tokenizer, 1, template=template)
+    assert [said in message for message in caplog.messages] == [True] * bool(said)
+
+
 @pytest.mark.parametrize("answer", [json.dumps([ASKED]), '[{"from": "NYC", "to": "LA"}]', "[]"])
 def test_an_answer_of_json_is_no_conversation(answer: str, tmp_path: Path) -> None:
     _, text, found = shown({"prompt": "hi", "completion": answer}, PLAIN, tmp_path)
     assert found == answer and "[user]" not in text
+
+
+@pytest.mark.parametrize("answer", ['["red", "blue"]', '{"a": null}', "[1]"])
+def test_an_answer_of_json_to_a_conversation_stays_as_it_is(answer: str, tmp_path: Path) -> None:
+    assert shown({"prompt": [ASKED], "completion": answer}, PLAIN, tmp_path)[2] == answer
 
 
 def test_reasoning_is_a_part_of_the_answer(tmp_path: Path) -> None:

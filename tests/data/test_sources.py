@@ -11,7 +11,6 @@ from typing import Any
 import datasets
 import pytest
 from support.calibration_samples import load, refused, with_special, write_jsonl
-from support.hub import downloaded_dataset
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.data.sources import read_records, source_key
@@ -151,13 +150,6 @@ def test_what_is_no_file_is_named_at_once() -> None:
     os.mkdir("folder.jsonl")
     for name in ("pipe.jsonl", "folder.jsonl"):
         assert f"{name!r} is not an ordinary file" in refused(read_records, name)
-
-
-def test_a_dataset_that_was_downloaded_by_hand_is_read_without_a_network(tmp_path: Path) -> None:
-    with downloaded_dataset(tmp_path / "cache", "org/data") as folder:
-        write_splits(folder, train=2, test=1)
-        assert [record["text"] for record in read_records("hf:org/data?split=test")] == ["test 0"]
-        assert "cannot be read" in refused(read_records, "hf:org/other")
 
 
 def write_splits(folder: Path, save: bool = False, **splits: int) -> None:

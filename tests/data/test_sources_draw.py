@@ -167,6 +167,7 @@ TAILED = {"question": "ab", "answer": "d"}
         ({"q": "cd\nab", "a": "cd\n"}, "{q}{a}", "cd\nab<cd>\n"),
         ({"q": "ab", "a": "cd"}, "{q} {a}.", "ab cd."),
         ({"q": "ab", "a": "cd"}, "{q}\n{a} \n", "ab\n<cd> \n"),
+        ({"q": "ab", "a": "cd"}, "<|u|>{q}\n{a}<|im_end|>\n", "<|u|>ab\n<cd><|im_end|>\n"),
         ({"a": "cd"}, "{a}", "cd"),
         ({"question": "ab", "answers": {"text": ["cd", "ef"]}}, "{question} {answers[text][0]}", "ab <cd>"),
         ({"q": "2.512 pounds", "a": 2.512}, "{q} {a:.1f}", "2.512 pounds <2.5>"),
@@ -246,10 +247,13 @@ def test_answers_beyond_max_tokens_are_counted_with_the_number_that_reaches_them
     needed = 1 + len(filling) + max(len("abcdef\ncd"), len("ab\ncdefghi"))
     cut = "2 of 3 answers lie beyond max_tokens 8" + (", 1 of them in part" if not filling else "")
     load(source, plain_tokenizer, max_tokens=8)
-    assert f"Calibration source {source!r}: {cut}: raise it to {needed}." in caplog.text
+    assert f"Calibration source {source!r}: {cut}: raise 'max_tokens' to {needed}." in caplog.text
     caplog.clear()
     load(source, plain_tokenizer, max_tokens=needed - 1)
-    assert f"1 of 3 answers lie beyond max_tokens {needed - 1}, 1 of them in part: raise it to {needed}." in caplog.text
+    assert (
+        f"1 of 3 answers lie beyond max_tokens {needed - 1}, 1 of them in part: raise 'max_tokens' to {needed}."
+        in caplog.text
+    )
     caplog.clear()
     load(source, plain_tokenizer, max_tokens=needed)
     assert "lie beyond" not in caplog.text
