@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
+from mergekit.common import ModelReference
 
 from mergekit_slta.actmat import covariance
 from mergekit_slta.engine.memory import LIBRARIES, NUMBER
@@ -42,6 +43,7 @@ class Needs:
     solved: int  # the layers that ``featcal`` keeps until the merged model is written
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
     memory: int = 0  # of the machine, or of the GPU where one computes; 0 where only the disk is asked for
+    of_run: int = 0  # the same without what it takes to merge an adapter, which no GPU does
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -53,7 +55,8 @@ class Needs:
             [
                 f"Download: {f'{as_size(total)} ({models})' if total else 'nothing, all models are here'}",
                 f"Disk: {as_size(sum(parts.values()))} ({disk})",
-                f"Memory: about {as_size(self.memory)}",
+                f"Memory: about {as_size(self.memory)}"
+                + f" to merge an adapter, which no GPU does; then {as_size(self.of_run)}" * (self.memory > self.of_run),
             ]
         )
 
@@ -63,7 +66,13 @@ def needs(experiment: Experiment) -> Needs:
     disk = _disk(experiment)
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
     adapted = _adapted(experiment) if disk.adapters else 0  # a whole model is in memory while an adapter is merged
-    return replace(disk, memory=LIBRARIES + max(adapted, running, _merging(experiment)))
+    of_run = LIBRARIES + max(running, _merging(experiment))
+    return replace(disk, memory=max(LIBRARIES + adapted, of_run), of_run=of_run)
+
+
+def asking(experiment: Experiment, model: ModelReference) -> int:
+    """The bytes of a whole model that answers prompts."""
+    return LIBRARIES + (_adapted(experiment) if model.lora else _stored_bytes(experiment.model(model)))
 
 
 def _disk(experiment: Experiment) -> Needs:

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from mergekit_slta import files
 from mergekit_slta.checks.examine import examine, none_to_evaluate
-from mergekit_slta.checks.space import needs
+from mergekit_slta.checks.space import asking, needs
 from mergekit_slta.errors import SltaError, as_note, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, Z, interval, own_model
 from mergekit_slta.recipe.experiment import Experiment
@@ -74,7 +74,6 @@ class Plan:
         calibration: Sequence[str] = (),
         *,
         keep_base: bool = True,
-        against: Sequence[str] = (),
     ) -> None:
         require_sources(MERGE, len(experts), len(calibration))
         if not keep_base and len(experts) == 1:
@@ -96,7 +95,7 @@ class Plan:
         new = ["new", base, *experts]
         given = [f"--calibration={source}" for source in self.sources.values()]
         commands = {MERGE: [*new, f"--report={folder}", *given]}
-        for method in dict.fromkeys((*RIVALS, *against)):
+        for method in RIVALS:
             if method == "task_arithmetic":  # with weight 1, one expert is only copied
                 weights = {0.5, round(1 / len(experts), 2)} - {1.0}
                 commands |= {f"{method}-{w}": [*new, "--method", method, "--weight", str(w)] for w in sorted(weights)}
@@ -123,16 +122,20 @@ class Plan:
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
         try:
-            self.notes = examine(experiment, out_path=self.merges[MERGE].output, unwritten=unwritten)
+            out = self.merges[MERGE].output
+            self.notes = examine(experiment, out_path=out, unwritten=unwritten, downloading=True)
+            alike = sorted(self.merges.keys() & experiment.recipe.names.values())
+            refuse(
+                f"A model and a merge of this run are both called {name}: rename the model's folder." for name in alike
+            )
+            given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
+            refuse(note for task in given for note in none_to_evaluate(experiment, task))
         except SltaError as error:
-            if written or not file.exists():
+            if not file.exists():
                 raise
+            where = f"The recipe is {file}: after an edit, give the same command again."
             other = f"{file} is of another command: delete it, and it is written anew, for you to edit."
-            raise type(error)(*error.sentences, other) from error
-        alike = sorted(self.merges.keys() & experiment.recipe.names.values())
-        refuse(f"A model and a merge of this run are both called {name}: rename the model's folder." for name in alike)
-        given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
-        refuse(note for task in given for note in none_to_evaluate(experiment, task))
+            raise type(error)(*error.sentences, where if written else other) from error
         return experiment
 
     def described(self, experiment: Experiment) -> Iterator[str]:
@@ -144,6 +147,11 @@ class Plan:
             yield f"Prompts of {model}: {'its own answers to general prompts' if model in self.answers else source}"
         taken = needs(experiment)
         yield str(taken)
+        written = [str(step.output) for step in self.answers.values() if not step.output.exists()]
+        asked = [task.reference for task in experiment.recipe.tasks if task.calibration in written]
+        if asked:
+            most = max(asking(experiment, model) for model in asked)
+            yield f"Before that, a whole model answers prompts, in about {as_size(most)} of memory."
         yield f"For the comparison: {as_size(taken.merged * (len(self.merges) - 1))} more of disk, until it is scored"
 
 
@@ -158,11 +166,14 @@ class Run:
         if others and not self._steps.is_file():
             raise SltaError(f"{folder} holds files that `auto` has not written: name another folder.")
         self._taken = set[Path]()  # the outputs of this run
-        self._marks: dict[str, str] = json.loads(self._steps.read_bytes()) if self._steps.is_file() else {}
+        self._marks = dict[str, str]()
+        with contextlib.suppress(OSError, ValueError):  # it is new, or was lost with the power
+            self._marks = json.loads(self._steps.read_bytes())
 
     def is_done(self, step: Step) -> bool:
-        """Whether a step's output is there, made by the same command from the same inputs."""
-        return step.output.exists() and self._marks.get(str(step.output)) == step.mark
+        """Whether a step's output is there, made by the same command from the same inputs, or answers by the user."""
+        made = self._marks.get(str(step.output), step.mark if step.command[0] == "ask" else "")
+        return step.output.exists() and made == step.mark
 
     def take(self, step: Step, without: Collection[str] = ()) -> None:
         """Run a step, unless it is done; words of its command may be left out."""
@@ -178,6 +189,8 @@ class Run:
             step.output.parent.mkdir(parents=True, exist_ok=True)
         if step.command[0] == "ask" and step.output.exists():  # of other inputs: `ask` replaces no file
             self._set_aside(step.output)
+        self._marks.pop(str(step.output), None)  # what is there now is not finished
+        self._save()
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             self._run(words)
         if is_recipe:
@@ -189,10 +202,15 @@ class Run:
             self.say(printed.getvalue(), quiet=True)
         self._taken.add(step.output)
         self._marks[str(step.output)] = mark
+        self._save()
+
+    def _save(self) -> None:
         files.write(self._steps, json.dumps(self._marks, indent=1).encode())
 
     def _set_aside(self, file: Path) -> None:
-        self.say(f"{file} is written anew; the earlier one is now {file.replace(f'{file}.old')}.")
+        olds = (Path(f"{file}.old{number}") for number in ("", *range(2, 1000)))
+        old = file.replace(next(old for old in olds if not old.exists()))
+        self.say(f"{file} is written anew; the earlier one is now {old}.")
 
     def say(self, line: str, quiet: bool = False) -> None:
         """Add a line to the log, and print it unless ``quiet``."""

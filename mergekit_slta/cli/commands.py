@@ -32,7 +32,7 @@ from mergekit_slta.cli.options import (
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible
-from mergekit_slta.recipe.new import METHODS, WITHOUT_DATA, new_recipe
+from mergekit_slta.recipe.new import METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 INTERRUPTED = 130  # what shells report of a program that Ctrl-C has ended
@@ -109,12 +109,6 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
     show_default=True,
     help="Keep the base model's abilities; one expert needs that.",
 )
-@click.option(
-    "--against",
-    multiple=True,
-    type=click.Choice(WITHOUT_DATA),
-    help="A method to compare with, for two experts or more; repeatable.",
-)
 @click.option("--keep", is_flag=True, help="Delete no merged model; by default, featcal's and the best remain.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @json_option
@@ -138,7 +132,7 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
         with command.make_context(words[0], [*words[1:]]) as context, suppress(click.exceptions.Exit):
             command.invoke(context)  # evaluate ends so, once it has written what it could score
 
-    of_plan = {name: options.pop(name) for name in ("calibration", "keep_base", "against")}
+    of_plan = {name: options.pop(name) for name in ("calibration", "keep_base")}
     planned = automatic.Plan(base, experts, folder, **of_plan)
     run = automatic.Run(planned, typed, options["quiet"])
     for step in planned.recipes.values() if not dry_run else ():
@@ -359,10 +353,10 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) 
 
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
     used. The first table ranks the models by accuracy, by task and on average. Accuracy is the share of prompts that a
-    model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count, and fewer
-    than 20 that count rank no model. "lost" counts the right answers that the task's expert gives and the model does
-    not, "gained" the reverse. On the base model's prompts, the base model is compared with in place of the expert, and
-    accuracy counts only the answers that it gives.
+    model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count, and where
+    fewer than 20 count, accuracy ranks no model. "lost" counts the right answers that the task's expert gives and the
+    model does not, "gained" the reverse. On the base model's prompts, the base model is compared with in place of the
+    expert, and accuracy counts only the answers that it gives.
 
     The other tables cover answers of any length: the share of their tokens that a model finds the likeliest (token
     accuracy), how many of them a model ends, their likelihood, where 1 is as good as the task's expert and 0 as the

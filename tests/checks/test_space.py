@@ -18,6 +18,7 @@ from mergekit_slta.checks.space import Needs, needs
 from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe
+from mergekit_slta.tables import as_size
 
 WIDTH, MLP, VOCABULARY, LAYERS = 32, 48, 64, 3
 LAYER = 2 * WIDTH**2 + 2 * WIDTH * WIDTH // 2 + 3 * WIDTH * MLP + 2 * WIDTH  # two key/value heads of four
@@ -50,6 +51,7 @@ def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_na
     assert in_base_type is not None and in_base_type.adapters == 4 * WHOLE
     wide = check(Recipe(content | {"dtype": "float64", "out_dtype": "bfloat16"}), lora_merge_cache=cache).needs
     assert wide is not None and wide.memory == LIBRARIES + 8 * WHOLE  # more than the merge takes
+    assert f"to merge an adapter, which no GPU does; then {as_size(wide.of_run)}" in str(wide)
     assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
     assert "merge(recipe, './merged-actmat') with the same options" in str(
         check(Recipe(content), lora_merge_cache=cache)

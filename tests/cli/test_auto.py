@@ -156,7 +156,7 @@ def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     file.write_text("".join(f"{json.dumps({'q': row['question'], 'a': row['answer']})}\n" for row in rows))
     wrong, recipe = [*words[:-2], "none.jsonl", "--no-keep-base"], Path("out/recipes/featcal.yml")
-    assert "none.jsonl" in run(*wrong, code=1).stderr
+    assert "none.jsonl' does not exist" in run(*wrong, code=1).stderr
     refused = run(*words, code=1).stderr
     assert "Give the expert a 'template'" in refused and f"{recipe} is of another command: delete it" in refused
     recipe.unlink()
@@ -165,7 +165,7 @@ def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(
     line = f'calibration: "{file}"'
     recipe.write_text(recipe.read_text().replace(line, f"{line}\n      template: '{{q}}{{a}}'"))
     edited = recipe.read_text()
-    assert "none.jsonl" in run(*wrong, code=1).stderr and recipe.read_text() == edited
+    assert "none.jsonl' does not exist" in run(*wrong, code=1).stderr and recipe.read_text() == edited
     assert "featcal gives, of the" in run(*words).stdout
 
 
