@@ -47,6 +47,8 @@ def replacing(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield beside
+        with beside.open("r+b") as file:
+            os.fsync(file.fileno())  # or a loss of power might leave an empty file of the final name
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
@@ -79,3 +81,11 @@ def versions() -> dict[str, str]:
     """The versions of the libraries that a measurement depends on."""
     installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
     return {"mergekit-slta": __version__, **installed}
+
+
+def commit() -> str:
+    """The commit that pip has installed this package from; empty for a release, and in a clone."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json")
+        return str(json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", ""))
+    return ""

@@ -99,13 +99,13 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
 def get_architecture_info(
     stock: Callable[..., ModelArchitecture], config: MergeConfiguration, options: MergeOptions
 ) -> ModelArchitecture:
-    """Merge all tensors of the base model's checkpoint, except where mergekit plans a recipe's slices or modules.
+    """Merge all tensors of the base model's checkpoint.
 
     mergekit's definitions, and the names that it takes from transformers, leave out heads for multi-token prediction
     and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
     method = METHODS.get(config.merge_method)
-    return (method and method.architecture) or stock(config, options)
+    return method.experiment.architecture if method and method.experiment else stock(config, options)
 
 
 @replaces(build, "get_vocab_size", "model_path", "trust_remote_code")
@@ -122,10 +122,10 @@ def get_vocab_size(stock: Callable[..., int | None], model_path: ModelPath, trus
 @replaces(PrettyPrintHelp, "invoke", "self", "ctx")
 def invoke(stock: Callable[..., Any], self: click.Command, ctx: click.Context) -> Any:
     """Say in a sentence why mergekit-yaml cannot read a recipe; mergekit ends in a traceback."""
-    if self.name == "mergekit-yaml":
-        file = ctx.params["config_file"]
+    file = Path(ctx.params.get("config_file") or "")
+    if self.name == "mergekit-yaml" and not file.is_fifo():  # a pipe can be read once
         try:
-            MergeConfiguration.model_validate(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
+            MergeConfiguration.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
         except Exception:  # YAML's tags and mergekit's checks may raise errors of any kind
             Recipe.load(file)
     return stock(self, ctx)

@@ -50,7 +50,7 @@ def register() -> None:
 def run(
     stock: Callable[..., None],  # mergekit's ``run_merge``
     merge_config: MergeConfiguration,
-    out_path: str,
+    out_path: str | os.PathLike[str],
     options: MergeOptions,
     config_source: str | None = None,  # the recipe's YAML, which mergekit copies to the folder
 ) -> None:
@@ -60,6 +60,7 @@ def run(
     process, and they go on reading files that were replaced. Under torchrun all processes run the models, and the first
     one merges.
     """
+    out = os.fspath(out_path)
     with ONE_AT_A_TIME:
         LoaderCache.loaders.clear()
         if (name := merge_config.merge_method) not in METHODS:
@@ -67,18 +68,18 @@ def run(
             if name not in known:
                 fix = suggestion(name, known) or f": it knows {', '.join(sorted(known))}."
                 raise SltaError(f"mergekit does not know the merge_method '{name}'{fix}")
-            stock(merge_config, out_path, merge_options(options.model_dump(), merge_config.dtype), config_source)
-            open_to_others(Path(out_path))
-            partial = Partial(Path(out_path) / PARTIAL_OF_MERGE)
+            stock(merge_config, out, merge_options(options.model_dump(), merge_config.dtype), config_source)
+            open_to_others(Path(out))
+            partial = Partial(Path(out) / PARTIAL_OF_MERGE)
             if partial.folder.parent.exists():  # of an earlier merge by one of our methods
-                card.renew_beside(Path(out_path), None)
+                card.renew_beside(Path(out), None)
                 partial.remove()
             return
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
         try:
             with joined() as ranks, files_named("correct that and run the command again"):
-                _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out_path)
+                _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out)
         finally:
             LoaderCache.loaders.clear()  # they map files, and what was adapted is of this merge alone
 
@@ -88,7 +89,7 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
     folder, recipe, ranks = Path(out), experiment.recipe, experiment.ranks
     # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
     with ranks.one_refusal():
-        notes = examine.examine(experiment, out_path=out)
+        notes = examine.examine(experiment, out_path=out, downloading=True)
     for note in notes if not experiment.quiet else ():
         click.echo(as_note(note), err=True)
     partial, method = Partial(folder / PARTIAL_OF_MERGE), METHODS[recipe.config.merge_method]
@@ -97,8 +98,7 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
     with partial.held(ranks), interruptible(then):
         experiment.open()
         with ranks.one_refusal():
-            if experiment.architecture is not None:
-                adapt_loaders(experiment.layout, *(one.model for one in experiment.checkpoints))
+            adapt_loaders(experiment.layout, *(one.model for one in experiment.checkpoints))
             earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None
             had = manifest.differences(earlier, manifest.describe(experiment)) if earlier else []
             if had:
@@ -109,9 +109,9 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
         if ranks.first:
             unfinished = _write(stock, experiment, method, merge, folder)
             partial.remove()
-    if earlier and not had and (now := manifest.read(folder)):
-        are = "are" if now.sha256 == earlier.sha256 else "are not"
-        click.echo(f"By a sample, the weights in {folder} {are} those of the merge that they replace.", err=True)
+    if earlier and (now := manifest.read(folder)):
+        alike = "the same as" if now.sha256 == earlier.sha256 else "not the same as"
+        click.echo(f"A sample of the weights in {folder} is {alike} that of the earlier merge.", err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)

@@ -1,1 +1,1 @@
-"""A merge on disk: its model card, and the files beside the weights."""
+"""A merge on disk: its manifest, its model card, the files beside the weights, and how it is verified and published."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +12,7 @@ import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
@@ -104,7 +102,7 @@ def describe(
         base_model=models[0],
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
-        versions=files.versions() | {"python": platform.python_version(), "commit": commit()},
+        versions=files.versions() | {"python": platform.python_version(), "commit": files.commit()},
         machine=f"{platform.system()} {platform.machine()}, {device}",
         sha256=fingerprint_of(folder) if folder else "",
     )
@@ -154,18 +152,10 @@ def _facts(made: Manifest, names: Mapping[str, str]) -> dict[str, Any]:
     return method | weights | made.settings | own | prompts | known
 
 
-def commit() -> str:
-    """The commit that pip has installed this package from; empty for a release, and in a clone."""
-    with suppress(importlib.metadata.PackageNotFoundError):
-        installed = importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json")
-        return str(json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", ""))
-    return ""
-
-
 def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     """A table's parameters by their names in a recipe: those given, gradients too, and the defaults of the others."""
     fields = {field.alias or name: field for name, field in table.model_fields.items() if name not in left_out}
-    return {name: given.get(name, field.default) for name, field in fields.items()}
+    return {name: to_jsonable_python(given.get(name, field.default)) for name, field in fields.items()}
 
 
 def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[MergedTask]:

@@ -1,6 +1,9 @@
 """What mergekit does otherwise with its functions replaced."""
 
+import json
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import mergekit.card
 import mergekit.merge
 import pytest
 from mergekit.config import MergeConfiguration
+from mergekit.options import MergeOptions
 from mergekit.scripts import run_yaml
 from support import families
 from support.command import run
@@ -42,6 +46,16 @@ def test_a_folder_named_without_a_dot_is_a_folder(
     run(recipe, "out", "--quiet", program=run_yaml.main)
     assert Path("out/tokenizer.json").is_file()
     assert "huggingface.co/models" not in Path("out/README.md").read_text()
+
+
+def test_a_recipe_may_come_from_a_pipe_and_the_folder_as_a_path(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", calibration=False)
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=(tmp_path / "pipe").write_text, args=[json.dumps(content)]).start()
+    run(tmp_path / "pipe", tmp_path / "out", "--quiet", program=run_yaml.main)
+    out: Any = tmp_path / "other"
+    mergekit.merge.run_merge(MergeConfiguration.model_validate(content), out, MergeOptions())
+    assert (out / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
 
 
 def test_models_are_listed_in_the_recipes_order() -> None:

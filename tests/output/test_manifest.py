@@ -16,10 +16,10 @@ from support.families import Family
 
 from mergekit_slta.data import sources
 from mergekit_slta.errors import SltaError
-from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE, write
+from mergekit_slta.files import MANIFEST_OF_MERGE, STATISTICS_OF_MERGE, commit, write
 from mergekit_slta.models.fingerprint import fingerprint_of
 from mergekit_slta.output import manifest
-from mergekit_slta.output.manifest import Manifest, commit, read
+from mergekit_slta.output.manifest import Manifest, read
 from mergekit_slta.recipe.settings import SETTINGS
 
 
@@ -117,13 +117,21 @@ def test_the_next_merge_into_the_folder_says_what_the_earlier_one_had(
     """Somebody who repeats a published merge, in a folder with its manifest, learns what he has got otherwise."""
     (change, words), content, out = CHANGES[name], content_of(family, "slta"), tmp_path / "out"
     merged(content, out)
+    weights = (out / "model.safetensors").read_bytes()
     change(content, family)
     capsys.readouterr()
     families.merge(content, out, quiet=False)
     said = capsys.readouterr().err.splitlines()
     notes = [line for line in said if "another merge" in line]
     assert notes == ([f"Note: {out} holds another merge, which had {words}; it is replaced."] if words else [])
-    assert (f"By a sample, the weights in {out} are those of the merge that they replace." in said) == (not words)
+    alike = "" if (out / "model.safetensors").read_bytes() == weights else "not "
+    assert f"A sample of the weights in {out} is {alike}the same as that of the earlier merge." in said
+
+
+def test_a_merge_with_filters_is_the_same_once_it_is_read_again(llama: Family, tmp_path: Path) -> None:
+    filters = [{"filter": "mlp", "value": 0.3}, {"value": [0.1, 0.2]}]
+    content = content_of(llama, "sftm", density=filters)
+    assert manifest.differences(merged(content, tmp_path), manifest.describe(families.experiment(content))) == []
 
 
 def test_a_manifest_that_cannot_be_read_is_named(llama: Family, tmp_path: Path) -> None:
