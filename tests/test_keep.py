@@ -97,12 +97,17 @@ def test_a_file_without_the_base_models_task_is_refused(llama: Family, tmp_path:
         merged(keeping(llama, statistics=str(file)), tmp_path / "out")
 
 
-def test_a_copy_of_the_base_model_as_an_expert_gives_the_same_feature_merge(llama: Family, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(llama.base, copy)
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_copies_of_the_base_model_as_experts_give_the_same_feature_merge(
+    weight: float, llama: Family, tmp_path: Path
+) -> None:
     copied = recipe(llama, "featcal", experts=(0, 1))
-    copied["models"].append({"model": str(copy), "parameters": {"calibration": str(llama.data[2])}})
-    found = merged(keeping(llama, "featcal"), tmp_path / "kept")
+    for number in range(int(weight)):  # with the same prompts, which two experts may not have
+        copy, data = shutil.copytree(llama.base, tmp_path / f"copy{number}"), tmp_path / f"copy{number}.jsonl"
+        lines = llama.data[2].read_text().splitlines(keepends=True)
+        data.write_text("".join(lines[::-1] if number else lines))
+        copied["models"].append({"model": str(copy), "parameters": {"calibration": str(data)}})
+    found = merged(keeping(llama, "featcal", weight=weight), tmp_path / "kept")
     assert worst_error(found, merged(copied, tmp_path / "copied")) < regression_rounding(RIDGES[0])
 
 

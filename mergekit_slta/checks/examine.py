@@ -23,10 +23,9 @@ from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
 from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import SltaError, all_of, as_note, printable, refuse
+from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
 from mergekit_slta.featcal.groups import groups_by_layer
-from mergekit_slta.models.architecture import left_out_by_mergekit
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, loaded, plain, published_names, require_calibration
@@ -130,6 +129,7 @@ def examine(
     out_path: str | os.PathLike[str] | None = None,  # of the merged model, to check that there is room for it
     merging: bool = True,  # whether the recipe is to be merged, not only measured
     unwritten: Collection[str] = (),  # calibration files that will be written before the merge
+    downloading: bool = False,  # whether datasets may be downloaded, before the hours that models take
 ) -> list[str]:
     """Run all checks of a recipe, first those of its text, and return notes; refuse with a sentence for each fault."""
     recipe, out = experiment.recipe, Path(out_path) if out_path is not None and merging else None
@@ -139,7 +139,7 @@ def examine(
         partial(require_device, experiment.device),
         partial(space.folders, experiment, out),
     ]
-    all_of([*checks, partial(_data, experiment, unwritten)] if recipe.settings.runs_models else checks)
+    all_of([*checks, partial(_data, experiment, unwritten, downloading)] if recipe.settings.runs_models else checks)
     notes = list(_notes(experiment, merging))
     experiment.sources.clear()  # from now on memory is for models
     return notes
@@ -171,8 +171,6 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
         yield partial(groups_by_layer, experiment.decoder)  # which refuses layers that cannot be run one at a time
     if not merging:
         return
-    if recipe.in_slices:
-        yield lambda: refuse(models.sound_slices(experiment))
     opened = [*map(experiment.model, recipe.references)]
     yield partial(models.complete_checkpoints, opened, recipe.tokenizer_source is not None)
     for expert in recipe.experts:
@@ -188,7 +186,7 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
     with (ranks or Ranks()).one_refusal():
         experiment = Experiment(loaded(recipe), ranks=ranks, **options)
         experiment.recipe.settings_class(CalibrationSettings)  # for another method there is nothing to measure
-        examine(experiment, merging=False)
+        examine(experiment, merging=False, downloading=True)
     experiment.open()
     return experiment
 
@@ -196,18 +194,20 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
 # Calibration data and statistics
 
 
-def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
+def _data(experiment: Experiment, unwritten: Collection[str], downloading: bool) -> None:
     """Refuse data that cannot be used, or a statistics file that cannot be used or written.
 
-    Datasets are not downloaded: where the Hub can be reached, it is asked whether it has them. Otherwise a merge reads
-    the cache, and so does this check.
+    Without ``downloading``, and where the Hub can be reached, it is only asked whether it has a dataset. Otherwise a
+    merge reads the cache, and so does this check.
     """
     recipe, settings = experiment.recipe, experiment.recipe.settings_of(CalibrationSettings)
     name = settings.statistics if isinstance(settings, SltaSettings) else ""
     file = resolve_statistics(name, experiment.options.transformers_cache) if name else None
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
-    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task) for task in tasks]
+    checks: list[Callable[[], object]] = [
+        partial(_require_samples, experiment, task, downloading and not measured) for task in tasks
+    ]
     if file is not None and not (measured or tasks):
         fix = "correct its name, or give each expert a 'calibration' to measure it"
         raise SltaError(f"There is no statistics file {file} (the current directory is {os.getcwd()!r}): {fix}.")
@@ -222,11 +222,11 @@ def _data(experiment: Experiment, unwritten: Collection[str]) -> None:
     experiment.load_data([task for task in tasks if _is_seen(experiment, task)])
 
 
-def _require_samples(experiment: Experiment, task: Task) -> None:
+def _require_samples(experiment: Experiment, task: Task, downloading: bool) -> None:
     """Refuse a source of no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)
-    if is_dataset(task.calibration) and _on_hub(task.calibration):
+    if is_dataset(task.calibration) and not downloading and _on_hub(task.calibration):
         return
     _ = experiment.source(task, task.calibration).records  # known without the base model's tokenizer
     experiment.draw(task)
@@ -259,8 +259,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
             "only 'featcal' and 'slta' keep the base model's abilities."
         )
-    # mergekit may call the tensors of slices otherwise.
-    yield from dict.fromkeys(() if recipe.in_slices else _idle_filters(config, base.tensors))
+    yield from dict.fromkeys(_idle_filters(config, base.tensors))
     for expert in experts:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)
@@ -271,7 +270,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     for task in recipe.tasks if settings.runs_models else ():
         if is_dataset(task.calibration) and not _is_seen(experiment, task):
-            yield f"The prompts of {task.calibration} are read when the models run: this check has not seen them."
+            yield f"The prompts of {task.calibration} are read when the merge begins: this check has not seen them."
     if isinstance(settings, FeatcalSettings):
         maps = groups_by_layer(experiment.decoder)
         if layers := [str(layer) for layer, of_layer in enumerate(maps) if not of_layer.writers]:
@@ -290,12 +289,10 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     for task in recipe.tasks if settings.runs_models else ():
         yield from none_to_evaluate(experiment, task)
-    if recipe.in_slices and (lost := left_out_by_mergekit(base)):
-        yield f"mergekit merges slices without {listed(lost)} of the base model {base}: the merged model lacks them."
-    else:
-        yield from models.outside_the_model(base, *experts)
+    yield from models.outside_the_model(base, *experts)
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
+    yield from tokenizers.other_templates(experiment)
     of_base = str(getattr(base.config, "dtype", None))
     dtype = (config.dtype or of_base).removeprefix("torch.")
     of_adapters = experiment.options.lora_merge_dtype or of_base

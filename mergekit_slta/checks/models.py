@@ -18,12 +18,11 @@ from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import NO_FOLDER, names_in, target_of, with_adapter
-from mergekit_slta.models.architecture import architecture_of, known_architecture, vocabulary_axes
+from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
 from mergekit_slta.models.headers import Model, adapter_folder, adapter_weights, file_headers
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import output_slices
 from mergekit_slta.words import listed
 
 PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # entries that count heads for further tokens
@@ -57,14 +56,14 @@ def _full_precision(model: Model) -> None:
     if entry := next(filter(None, (getattr(config, "quantization_config", None) for config in configs)), None):
         raise SltaError(
             f"{model} is quantized ({dict(entry).get('quant_method', 'in some way')}) by its config.json: name the "
-            "original checkpoint, or dequantize it first; or remove the entry 'quantization_config', if its tensors "
-            "are not."
+            "unquantized model, or dequantize it first; or remove the entry 'quantization_config', if its tensors are "
+            "not quantized."
         )
     for name, header in model.tensors.items():
         is_matrix = name.endswith(("weight", "_blocks")) and len(header.shape) > 1
         if is_matrix and header.nbytes < 2 * header.shape.numel():
             raise SltaError(
-                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the original checkpoint, or "
+                f"{model} stores {name} in 8 bits or fewer, so it is quantized: name the unquantized model, or "
                 "dequantize it first."
             )
 
@@ -128,23 +127,6 @@ def _same_architecture(base: Model, expert: Model) -> None:
             f"The expert {expert} is a {expert.architecture} ({expert.config.model_type}), the base model {base} a "
             f"{base.architecture} ({base.config.model_type}): only models of one architecture can be merged."
         )
-
-
-def sound_slices(experiment: Experiment) -> Iterator[str]:
-    """What mergekit cannot merge of a recipe's slices and modules."""
-    config, model = experiment.recipe.config, experiment.model(experiment.recipe.base)
-    known = known_architecture(model.config) or architecture_of(model.layout(model.built), model.tensors, model.config)
-    depths = {name: part.architecture.num_layers(model.config) for name, part in known.modules.items()}
-    if unknown := {*(config.modules or ["slices"] * (len(depths) > 1))} - {*depths}:
-        yield f"mergekit knows {' and '.join(depths)} under 'modules' of {model}, not {listed(sorted(unknown))}."
-    for where, module, output in output_slices(config):
-        base, names = output.base_model or model.reference, [source.model for source in output.sources]
-        ranges, depth = [[*source.layer_range] for source in output.sources], depths.get(module, max(depths.values()))
-        lengths = {end - begin if 0 <= begin <= end <= depth else -1 for begin, end in ranges}
-        if not {base} < {*names} or len({*names}) < len(names):
-            yield f"In {where}, list the base model {base} and an expert, each once; 'weight: 0' takes none of it."
-        elif len(lengths) > 1 or -1 in lengths:
-            yield f"In {where}, give all models layer ranges of one length, within [0, {depth}], instead of {ranges}."
 
 
 # Checkpoints
@@ -212,7 +194,10 @@ def other_base(model: Model, cache_dir: str | None) -> Iterator[str]:
         return
     trained_on = str(adapter_settings(adapter_folder(adapter, cache_dir)).get("base_model_name_or_path") or "")
     if trained_on and os.path.basename(trained_on) != os.path.basename(model.reference.model.path.path):
-        yield f"The adapter {adapter} was trained on {trained_on}, and the recipe puts it on {model.reference.model}."
+        yield (
+            f"The adapter {adapter} was trained on {trained_on}, and the recipe puts it on {model.reference.model}, "
+            "which is right only if one is a copy of the other, such as a quantized one."
+        )
 
 
 def _parted_ends(model: Model, settings: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Figures, tables and HTML pages."""
+"""HTML pages with figures and tables."""

@@ -26,7 +26,7 @@ from mergekit_slta.models import hub
 METADATA_KEY = "mergekit_slta"
 PUBLISHED_PREFIX = "hf:"
 LARGEST = 1e100  # the squares of float32 numbers, summed over all tokens and dimensions, are far below
-ROUNDING = 1e-5  # of the sums of a device that has no float64, relative to the squares
+ROUNDING = 1e-5  # of sums in float32, relative to the squares
 _GRAM = "gram/"
 _SUBMODULE = re.compile(r"model|layer\.[0-9]{1,6}(\.(?!.*\d{10}).+)?")
 _PUBLISHED = re.compile(r"hf:(?P<repo>[^/@]+/[^/@]+)/(?P<file>[^@]+)(?:@(?P<revision>[^@]+))?")

@@ -54,7 +54,9 @@ def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path:
 
 
 @pytest.mark.usefixtures("dataset_cache")
-def test_without_a_network_the_prompts_of_a_downloaded_dataset_are_seen(family: Family, tmp_path: Path) -> None:
+def test_the_prompts_of_a_downloaded_dataset_are_seen_without_a_network(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are drawn as those of the same file, and a folder's too; what a merge could not read is refused."""
     with downloaded_dataset(tmp_path / "cache", "org/data") as folder:
         shutil.copy(family.data[0], folder / "train.jsonl")
@@ -64,6 +66,13 @@ def test_without_a_network_the_prompts_of_a_downloaded_dataset_are_seen(family: 
             assert not [note for note in examine(experiment) if "has not seen" in note]
             drawn.append([data.token_ids for data in experiment.drawn.values()])
         assert drawn[0] == drawn[1] == drawn[2]
+        with monkeypatch.context() as online:
+            online.setattr("mergekit_slta.checks.examine._on_hub", lambda _: True)
+            recipe = Recipe.parse(json.dumps(with_data(family, "hf:org/data", samples=3)), "recipe.yml")
+            assert "has not seen" in str(check(recipe, quiet=True))
+            merge = families.experiment(with_data(family, "hf:org/data", samples=3))
+            notes = examine(merge, downloading=True)  # before models are downloaded
+            assert not [note for note in notes if "has not seen" in note]
         unknown = check(Recipe.parse(json.dumps(with_data(family, "hf:org/other")), "recipe.yml"), quiet=True)
         assert "'hf:org/other' cannot be read" in str(unknown) and unknown.exit_code == 3
         (folder / "train.jsonl").write_text('{"text": " "}\n')
@@ -106,7 +115,7 @@ def test_check_says_that_calibration_leaves_no_record_for_evaluate(
     with serve(tmp_path / "hub", tmp_path / "cache"):
         found = check(Recipe.parse(json.dumps(recipe), "recipe.yml"), quiet=True)
     unseen, *notes = [note for note in found.notes if "as the model sees it" not in note]
-    assert unseen == "The prompts of hf:org/data are read when the models run: this check has not seen them."
+    assert unseen == "The prompts of hf:org/data are read when the merge begins: this check has not seen them."
     assert not found.problems and len(notes) == bool(words)
     assert all(words in note and str(file if tested is not None else family.data[0]) in note for note in notes)
 

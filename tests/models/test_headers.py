@@ -39,6 +39,7 @@ def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
     assert refusal(tmp_path / "none") == f"{tmp_path}/none{said}"
     assert refusal("~/none") == f"~/none{said}"
     assert refusal(folder / "model.safetensors") == f"{folder}/model.safetensors{said}"
+    assert refusal(tmp_path / "a.gguf").startswith(f"{tmp_path}/a.gguf is a GGUF file: name the unquantized model")
     said = f"org/none cannot be used: there is no such folder in {Path.cwd()}, and the Hub cannot be reached."
     assert refusal("org/none") == said
 
