@@ -73,13 +73,35 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
 
 def test_a_recipe_that_is_replaced_is_kept_with_its_edits(models: family.Family) -> None:
     recipe = Path("out/recipes/featcal.yml")
-    for base, prompts, found in (("base", "a", "--calibration=a"), ("base/", "a", "edited"), ("base", "c", "=c")):
-        plan = auto.Plan(base, ["a/+b/", "c"], Path("out"), [prompts, "d"], keep_base=False)
+    rounds = (("base", "a", "--calibration=a"), ("base/", "a", "edited"), ("base", "c", "=c"), ("base", "d", "=d"))
+    for base, prompts, found in rounds:
+        plan = auto.Plan(base, ["a/+b/", "c"], Path("out"), [prompts, "e"], keep_base=False)
         auto.Run(plan, print, quiet=True).take(plan.recipes["featcal"])
         assert found in recipe.read_text()
         recipe.write_text("edited")
-    assert recipe.with_name("featcal.yml.old").read_text() == "edited"
+    assert [recipe.with_name(f"featcal.yml.old{n}").read_text() for n in ("", 2)] == ["edited"] * 2
     run(*arguments(models, "sums", "strings"), "--dry-run")  # does not read what it would replace
+
+
+def test_only_finished_steps_and_the_users_own_answers_are_done(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan, killed = auto.Plan("org/base", ["org/math"], Path("out")), mock.Mock(side_effect=KeyboardInterrupt)
+    recipe, step = plan.recipes["featcal"], plan.merges["featcal"]
+    auto.Run(plan, print, quiet=True).take(recipe)
+    for answers in plan.answers.values():  # by `ask` on another device
+        answers.output.parent.mkdir(exist_ok=True)
+        answers.output.write_text("{}")
+        auto.Run(plan, killed, quiet=True).take(answers)
+    step.output.mkdir(parents=True)
+    auto.Run(plan, print, quiet=True).take(step)
+    assert auto.Run(plan, killed).is_done(step)
+    mark, text = step.mark, recipe.output.read_text()
+    recipe.output.write_text(f"{text}\n")
+    with pytest.raises(KeyboardInterrupt):
+        auto.Run(plan, killed, quiet=True).take(step)
+    assert mark not in Path("out/steps.json").read_text()
+    Path("out/steps.json").write_text("")  # the power was lost
+    assert not auto.Run(plan, killed).is_done(step)
 
 
 def test_a_run_that_was_killed_goes_on(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:

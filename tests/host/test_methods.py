@@ -13,7 +13,7 @@ from conftest import MakeFamily
 from mergekit.scripts import merge_raw_pytorch
 from safetensors.torch import load_file
 from support import actmat_reference, families, featcal_reference, reference, sftm_reference
-from support.adapters import write_adapter
+from support.adapters import merged_by_hand, write_adapter
 from support.command import run
 from support.copies import edit_tensors, edited
 from support.families import Family
@@ -38,13 +38,23 @@ def test_an_slta_merge_with_settings_in_quotes_equals_the_naive_one(llama: Famil
 # featcal
 
 
-def test_a_feature_merge_of_loras_of_the_attention(llama: Family, tmp_path: Path) -> None:
+def test_merges_of_loras_of_the_attention(llama: Family, tmp_path: Path) -> None:
     content = families.recipe(llama, "featcal", experts=[0, 1], ridge=0.1)
+    data_free, experts = families.recipe(llama, "actmat", experts=[0, 1], calibration=False), []
     for index, entry in enumerate(content["models"]):
         adapter = write_adapter(llama.base, tmp_path / f"adapter{index}", "q_proj", "v_proj", seed=index)
-        entry["model"] = f"{llama.base}+{adapter}"
+        data_free["models"][index]["model"] = entry["model"] = f"{llama.base}+{adapter}"
+        experts.append(merged_by_hand(stored(llama.base), adapter))
     out = families.merge(content, tmp_path / "out", lora_merge_cache=str(tmp_path / "merged"))
     found, base = merged_state(out), merged_state(llama.base)
+    alone = merged_state(families.merge(data_free, tmp_path / "actmat", lora_merge_cache=str(tmp_path / "merged")))
+
+    def wanted(name: str) -> torch.Tensor:
+        own = [expert[name] for expert in experts]
+        return actmat_reference.merged_tensor(role_by_name(name), base[name], own, ridge=3.0)  # that of adapters
+
+    changed = {name: tensor for name, tensor in alone.items() if "q_proj" in name or "v_proj" in name}
+    assert wrong_tensors(changed, wanted, changed) == []
     moved = set(wrong_tensors(found, base.__getitem__, base))
     assert {
         f"model.layers.{layer}.self_attn.{name}.weight" for layer in range(3) for name in ("q_proj", "v_proj")
@@ -64,8 +74,8 @@ FORMULAS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., torch.Te
     ),
     "sftm": (
         {"weight": 1.5, "density": 0.5},
-        {"lambda": 0.7},
-        partial(sftm_reference.merged_tensor, weight=[1.0, 1.5], density=[0.2, 0.5], scale=0.7),
+        {"lambda": 0.7, "rank": 3},
+        partial(sftm_reference.merged_tensor, weight=[1.0, 1.5], density=[0.2, 0.5], scale=0.7, rank=3),
     ),
 }
 

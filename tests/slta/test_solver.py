@@ -142,6 +142,12 @@ def test_an_expert_that_only_the_base_models_prompts_show_is_not_measured() -> N
     for sample in deltas.samples:
         sample[0] = 0
     assert close(solve(deltas.grams(), tasks(deltas), tokens=tokens).alpha, solution.alpha)
+    for expert in range(EXPERTS):  # whose prompts change nothing at all, as an adapter's do where it has no matrices
+        for sample, task in zip(deltas.samples, deltas.task, strict=True):
+            sample *= task != expert
+        found = solve(deltas.grams(), tasks(deltas), tokens=tokens)
+        assert found.alpha.isfinite().all() and found.alpha[0] == 0
+    assert not found.alpha.any()
 
 
 @pytest.mark.parametrize("balance", [True, False])

@@ -36,13 +36,19 @@ def _keep_largest(task: torch.Tensor, density: float) -> torch.Tensor:
 
 
 def merged_tensor(
-    role: Role, base: torch.Tensor, experts: list[torch.Tensor], weight: list[float], density: list[float], scale: float
+    role: Role,
+    base: torch.Tensor,
+    experts: list[torch.Tensor],
+    weight: list[float],
+    density: list[float],
+    scale: float,
+    rank: int = 0,
 ) -> torch.Tensor:
     """Algorithm 2 for one tensor of the merged model, of a role, in float64."""
     tasks = [share * (expert.double() - base.double()) for expert, share in zip(experts, weight, strict=True)]
     if role is Role.LINEAR and base.ndim == 3:
         rows = [
-            merged_tensor(role, base[i], [expert[i] for expert in experts], weight, density, scale)
+            merged_tensor(role, base[i], [expert[i] for expert in experts], weight, density, scale, rank)
             for i in range(len(base))
         ]
         return torch.stack(rows)
@@ -52,4 +58,5 @@ def merged_tensor(
     if role is Role.OTHER:
         return base.double() + scale * torch.stack(tasks).sum(0)
     precision = torch.promote_types(base.dtype, torch.float32)  # of the method; singular values below its eps are cut
-    return base.double() + scale * dense_merge([task.flatten(1).to(precision) for task in tasks]).view_as(base)
+    merged = dense_merge([task.flatten(1).to(precision) for task in tasks], rank)
+    return base.double() + scale * merged.view_as(base)
