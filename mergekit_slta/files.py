@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import json
@@ -47,8 +48,12 @@ def replacing(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield beside
-        with beside.open("r+b") as file:
-            os.fsync(file.fileno())  # or a loss of power might leave an empty file of the final name
+        try:
+            with beside.open("r+b") as file:
+                os.fsync(file.fileno())  # or a loss of power might leave an empty file of the final name
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # it is no more than the file system can
+                raise
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

@@ -138,7 +138,10 @@ def ask(
     total, loops = counted(len(answers), "answer"), sum(answer.loops for answer in answers)
     thoughts = sum(answer.thinks for answer in answers)
     for count, what in (
-        (thoughts, f"end in the reasoning after {max_new_tokens} tokens: raise --max-new-tokens to some thousands"),
+        (
+            thoughts,
+            f"end in the reasoning after {max_new_tokens} tokens: delete the file, and ask with --max-new-tokens 4096",
+        ),
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
         (

@@ -205,9 +205,7 @@ def _data(experiment: Experiment, unwritten: Collection[str], downloading: bool)
     file = resolve_statistics(name, experiment.options.transformers_cache) if name else None
     measured = file is not None and file.exists()
     tasks = [task for task in recipe.tasks if task.calibration and task.calibration not in unwritten]
-    checks: list[Callable[[], object]] = [
-        partial(_require_samples, experiment, task, downloading and not measured) for task in tasks
-    ]
+    checks: list[Callable[[], object]] = [partial(_require_samples, experiment, task, downloading) for task in tasks]
     if file is not None and not (measured or tasks):
         fix = "correct its name, or give each expert a 'calibration' to measure it"
         raise SltaError(f"There is no statistics file {file} (the current directory is {os.getcwd()!r}): {fix}.")

@@ -101,18 +101,18 @@ def endless(experiment: Experiment) -> Iterator[str]:
 
 
 def other_templates(experiment: Experiment) -> Iterator[str]:
-    """Experts whose own chat templates would write the prompts of their tasks otherwise."""
-    chats = (task for (task, _), drawn in experiment.drawn.items() if drawn.has_chats)
-    for task in chats:
-        ours = theirs = ""
+    """Experts whose own chat templates would write their conversations otherwise, where the recipe chooses none."""
+    recipe, others = experiment.recipe, list[str]()
+    for (task, _), drawn in experiment.drawn.items() if recipe.tokenizer_source is None else ():
         with suppress(*hub.HUB_ERRORS, SltaError):  # some folders lack a tokenizer
-            ours, theirs = probe(experiment.samples_tokenizer), probe(experiment.tokenizer(task.reference))
-        if ours and theirs not in ("", ours):
-            yield (
-                f"The chats of {task} are written by the chat template of {experiment.recipe.tokenizer_owner}, not by "
-                "its own, which differs: to use that one in all tasks and the merge, add 'tokenizer: {source: "
-                f"{task.reference.lora or task.reference.model}}}' to the recipe."
-            )
+            ours, theirs = (probe(experiment.tokenizer(model)) for model in (recipe.base, task.reference))
+            others += [str(task)] * (drawn.has_chats and theirs not in ("", ours) and ours != "")
+    if others:
+        yield (
+            f"The chat template of {recipe.base} writes the chats of {listed(others)}, not their own, which "
+            f"differ{'s' * (len(others) == 1)}: for another one in the merge, add 'tokenizer: {{source: EXPERT}}' to "
+            "the recipe."
+        )
 
 
 def stop_ids(folder: Path) -> list[int]:

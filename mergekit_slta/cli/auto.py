@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from mergekit_slta import files
 from mergekit_slta.checks.examine import examine, none_to_evaluate
 from mergekit_slta.checks.space import asking, needs
-from mergekit_slta.errors import SltaError, as_note, one_line, refuse
+from mergekit_slta.errors import MachineError, SltaError, as_note, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, Z, interval, own_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
@@ -110,7 +110,7 @@ class Plan:
         inputs = [*models, *(str(recipe.output) for recipe in self.recipes.values())]
         self.scores = Step([*score, "--json", str(folder / SCORES)], folder / SCORES, inputs)
 
-    def checked(self, options: Mapping[str, Any], written: bool) -> Experiment:
+    def checked(self, options: Mapping[str, Any], written: bool, dry_run: bool = False) -> Experiment:
         """Open the main merge's recipe, and refuse what ``check`` refuses, and files without a prompt to evaluate.
 
         Answers that are still to be written are not looked at. ``written`` says whether the recipe's file, which may
@@ -123,7 +123,7 @@ class Plan:
         unwritten = [file for file in answers if not Path(file).exists()]
         try:
             out = self.merges[MERGE].output
-            self.notes = examine(experiment, out_path=out, unwritten=unwritten, downloading=True)
+            self.notes = examine(experiment, out_path=out, unwritten=unwritten, downloading=not dry_run)
             alike = sorted(self.merges.keys() & experiment.recipe.names.values())
             refuse(
                 f"A model and a merge of this run are both called {name}: rename the model's folder." for name in alike
@@ -131,9 +131,9 @@ class Plan:
             given = [task for task in experiment.recipe.tasks if task.calibration not in answers]
             refuse(note for task in given for note in none_to_evaluate(experiment, task))
         except SltaError as error:
-            if not file.exists():
+            if isinstance(error, MachineError) or not file.exists():
                 raise
-            where = f"The recipe is {file}: after an edit, give the same command again."
+            where = f"(The recipe with these settings is {file}: after an edit, give the same command again.)"
             other = f"{file} is of another command: delete it, and it is written anew, for you to edit."
             raise type(error)(*error.sentences, where if written else other) from error
         return experiment

@@ -138,7 +138,8 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     for step in planned.recipes.values() if not dry_run else ():
         if not step.output.exists():  # before the check, which may ask for an edit
             run.take(step)
-    experiment = planned.checked(applied(options), run.is_done(planned.recipes[automatic.MERGE]))
+    written = run.is_done(planned.recipes[automatic.MERGE])
+    experiment = planned.checked(applied(options), written, dry_run)
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     lines = "\n".join(planned.described(experiment)).splitlines()
     for line in lines:

@@ -52,7 +52,7 @@ _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat t
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
 # A template reads no attribute of a value: through these the template of somebody else could read more than a record.
 _FIELD = re.compile(r"(?!\d+(\[|$))[^.\[\]]+(\[[^\[\]]+\])*")
-_TOKEN = re.compile(r"<[^<>\s]+>")  # such as the end of a turn
+_END = re.compile(r"<[^<>\s]*(/s|end|eo[st]|return)[^<>\s]*>")  # a token at the end of a turn or text
 _APART = r"(?!(?<=\w)\w)"  # a place that is not inside a word
 
 
@@ -68,8 +68,9 @@ class Text(NamedTuple):
     is_pair: bool = False  # it joins several fields
     # The place of the answer, without blanks around it: the index of its first character, and of the one after its
     # last. The answer is the last turn if it is an assistant's, the last part of a pair, or of several fields in a
-    # template the last one, if the template ends with it or it is an answer by its name. In the record's own text it is
-    # the only place for the last part of a pair that the record has too. None where there is no such part or place.
+    # template the last one, if only end tokens follow it in the template or it is an answer by its name. In the
+    # record's own text it is the only place for the last part of a pair that the record has too. None where there is
+    # no such part or place.
     answer: Span | None = None
     left_out: tuple[str, ...] = ()  # what the chat template does not write of the record, as in "the reasoning"
     unread: tuple[str, ...] = ()  # the fields of the record that hold something for the model and are not read
@@ -239,7 +240,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
             )
         last = len(text), len(text) + len(written)
         text += written
-    is_answer = len(fields) > 1 and (fields[-1] in ANSWERS or not (_TOKEN.sub("", tail).strip() or ANSWERS & {*fields}))
+    is_answer = len(fields) > 1 and (fields[-1] in ANSWERS or not (_END.sub("", tail).strip() or ANSWERS & {*fields}))
     return Text(text, answer=_without_blanks(text, *last) if is_answer else None)
 
 

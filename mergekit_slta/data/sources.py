@@ -45,7 +45,7 @@ CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
 # Llama 3.2's chat template writes when it is given none.
 CHAT_DATE = datetime.datetime(2024, 7, 26)
 MARKER = re.compile("<[|\uff5c][^<>|\uff5c{}\\s]+[|\uff5c]>")  # control tokens of most chat templates
-THOUGHTLESS = re.compile(r"<think>\s*</think>")
+THOUGHTLESS = re.compile(r"<think>(\s|\\n)*</think>")  # also in JSON
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
@@ -177,14 +177,14 @@ class CalibrationSource:
         markers = {
             marker
             for text in texts
-            for marker in (self._split_markers if text.is_chat else MARKER.findall(text.text))
+            for marker in (self._template_markers if text.is_chat else MARKER.findall(text.text))
             if marker in text.text
         }
         if split := markers - self.tokenizer.get_vocab().keys():
             yield (
                 f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} into pieces: add "
                 "'tokenizer: {source: EXPERT}' to the recipe if the expert has the base model's ids, or give the "
-                "expert a 'template' without them."
+                "expert a 'template' or rows without them."
             )
         yield from self._notes_on_chats(texts)
         answers = [sample.answer for sample in drawn if sample.answer]
@@ -197,7 +197,8 @@ class CalibrationSource:
 
     def _notes_on_chats(self, texts: Sequence[Text]) -> Iterator[str]:
         """How conversations are written, and what is none for a chat model, a sentence each."""
-        pairs = [text for text in texts if text.is_pair and not MARKER.search(text.text)]
+        markers = [*self.tokenizer.get_added_vocab(), "[INST]"]  # of rows that are written for a chat model
+        pairs = [text for text in texts if text.is_pair and not any(marker in text.text for marker in markers)]
         if pairs and has_chat_template(self.tokenizer):
             yield (
                 f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: for experts that were "
@@ -274,7 +275,7 @@ class CalibrationSource:
         return ()
 
     @cached_property
-    def _split_markers(self) -> set[str]:
+    def _template_markers(self) -> set[str]:
         """The control tokens of the chat template."""
         owner = self._chat_tokenizer
         return {*owner.get_added_vocab(), *MARKER.findall(str(owner.get_chat_template()))}

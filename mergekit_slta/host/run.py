@@ -87,7 +87,7 @@ def run(
 def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None:
     """Check a recipe, run its models, and merge them into a folder that no other process uses meanwhile."""
     folder, recipe, ranks = Path(out), experiment.recipe, experiment.ranks
-    # This already draws the prompts of local files; the run takes them from ``experiment.drawn``.
+    # This already draws the prompts; the run takes them from ``experiment.drawn``.
     with ranks.one_refusal():
         notes = examine.examine(experiment, out_path=out, downloading=True)
     for note in notes if not experiment.quiet else ():

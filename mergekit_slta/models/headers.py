@@ -93,7 +93,7 @@ class Model:
         try:
             return meta_model(self.config, self.trust_remote_code)
         except SltaError as error:
-            LOG.warning("What needs the structure of %s is not checked: %s", self, error)
+            LOG.warning("What needs the structure of %s is not checked, and goes by shapes: %s", self, error)
             return None
 
     def layout(self, built: transformers.PreTrainedModel | None) -> Layout:

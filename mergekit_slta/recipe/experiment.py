@@ -300,8 +300,8 @@ class Experiment:
     def load_data(self, tasks: Sequence[Task], count: int | None = None) -> list[CalibrationData]:
         """The calibration samples of tasks that have a source: ``count`` of each, by default the task's number.
 
-        The check of a recipe already draws those of local files, and the run takes them from ``drawn``. An SltaError if
-        sources give no samples, some that a model cannot read, or the same for two experts.
+        The check before a run already draws them, and the run takes them from ``drawn``. An SltaError if sources give
+        no samples, some that a model cannot read, or the same for two experts.
         """
         data = all_of(functools.partial(self.draw, task, count) for task in tasks)
         seen: dict[str, Task] = {}

@@ -287,7 +287,7 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
 
 def test_an_answer_that_ends_in_its_reasoning_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, _, prompts = of_script(tmp_path, f"{THINKING} and more", PLAIN)
-    for limit, said in ((10, "end in the reasoning after 10 tokens: raise"), (20, "are cut off after 20 tokens (in")):
+    for limit, said in ((10, "end in the reasoning after 10 tokens: delete"), (20, "are cut off after 20 tokens (in")):
         slta.ask(folder, tmp_path / f"{limit}.jsonl", prompts, max_new_tokens=limit, quiet=True)
         (message,) = [message for message in caplog.messages if "after" in message]
         assert said in message

@@ -36,13 +36,12 @@ def main() -> None:
     """Draw all pictures."""
     content = json.loads(SCORES.read_text())
     files.write(DOCS / "scores.png", drawn(scores_chart(content)))
-    for name in ("prompts", "experts"):
-        files.write(DOCS / f"{name}.png", drawn(curves(content[name])))
+    files.write(DOCS / "prompts.png", drawn(curves(content["prompts"])))
     files.write(DOCS / "figures" / "least-squares.png", drawn(least_squares()))
 
 
 def curves(content: dict[str, Any]) -> Figure:
-    """Accuracy of each merge in a band of its deviation, by the number of prompts or experts."""
+    """Accuracy of each merge in a band of its deviation, by the number of prompts."""
     scores = {label: {int(x): pair for x, pair in of.items()} for label, of in content["scores"].items()}
     means = [Line(label, [*of], [mean for mean, _ in of.values()]) for label, of in scores.items()]
     figure = line_chart([Panel("", means)], x_label=content["x"], y_label="accuracy", top=1.0)
@@ -52,8 +51,7 @@ def curves(content: dict[str, Any]) -> Figure:
         ax.fill_between([*of], low, high, color=colour, alpha=0.15)
     ax.set_ylim(0, 1)
     numbers = [*next(iter(scores.values()))]
-    if numbers[-1] > 10 * numbers[0]:
-        ax.set_xscale("log")
+    ax.set_xscale("log")
     ax.set_xticks(numbers, list(map(str, numbers)))
     ax.minorticks_off()
     return figure

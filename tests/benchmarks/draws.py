@@ -22,7 +22,7 @@ SAMPLES = (3, 30)
 @click.option("--seed", "seeds", multiple=True, type=int, default=list(range(10)), show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "draws")
 def main(seeds: tuple[int, ...], out: Path) -> None:
-    """Merge the shipped family with each draw of prompts, and print the averages."""
+    """Merge the shipped family with each draw of prompts, and write the averages to results/draws.json."""
     be_quiet(threads=1)
     models = copy_shipped(out / "family")
     known = recipes(models, out, ())

@@ -1,6 +1,6 @@
 """Narrow tasks for a small pretrained model, whose data a script makes: prompts with a short answer.
 
-The first ones of ``TASKS`` interfere: their prompts have the same form. Those of ``APART`` differ in form, as tasks of
+Those of ``TASKS`` interfere: their prompts have the same form. Those of ``APART`` differ in form, as tasks of
 models that people merge often do: questions to a database as SQL, the intent of a request, numbers as German words.
 The test pairs' numbers, tables, or a wording are not among the training pairs.
 """
@@ -12,16 +12,6 @@ from functools import partial
 from itertools import product
 
 TEST_ITEMS = 80
-LANGUAGES = {
-    "en": "English",
-    "de": "German",
-    "fr": "French",
-    "es": "Spanish",
-    "it": "Italian",
-    "nl": "Dutch",
-    "pl": "Polish",
-    "fi": "Finnish",
-}
 
 Pair = tuple[str, str]
 
@@ -51,17 +41,10 @@ def _roman(generator: random.Random, number: int) -> Pair:
     return f"Write {number} in Roman numerals.", " ".join(numeral)
 
 
-def _words(generator: random.Random, number: int, language: str, prompt: str, to: str) -> Pair:
+def _german(generator: random.Random, number: int) -> Pair:
     from num2words import num2words
 
-    return prompt.format(number), num2words(number, lang=language, to=to)
-
-
-def _language(generator: random.Random, number: int) -> Pair:
-    from num2words import num2words
-
-    code = generator.choice(list(LANGUAGES))
-    return f"Which language is this number in: {num2words(number, lang=code)}", LANGUAGES[code]
+    return f"Write {number} in German words.", num2words(number, lang="de")
 
 
 def _countries(seed: int) -> Split:
@@ -147,16 +130,9 @@ def _intents(seed: int) -> Split:
     return Split(made[0], random.Random(seed).sample(made[1], TEST_ITEMS))
 
 
-# The first three are the three-way merge of the table.
 TASKS: dict[str, Callable[[int], Split]] = {
     "roman": partial(_split_numbers, _roman, 1000),
-    "german": partial(
-        _split_numbers, partial(_words, language="de", prompt="Write {} in German words.", to="cardinal"), 1000
-    ),
+    "german": partial(_split_numbers, _german, 1000),
     "country": _countries,
-    "language": partial(_split_numbers, _language, 10000),
-    "ordinal": partial(
-        _split_numbers, partial(_words, language="en", prompt="Write {} as an ordinal in words.", to="ordinal"), 1000
-    ),
 }
 APART: dict[str, Callable[[int], Split]] = {"sql": _sql, "intents": _intents, "german": TASKS["german"]}

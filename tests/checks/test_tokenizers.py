@@ -134,14 +134,17 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
 
 def test_an_expert_whose_chats_another_template_writes_is_named(family: Family) -> None:
     rows = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
-    for folder, file in zip(family.folders, ("", *family.data), strict=True):
+    chat_model(family.base)
+    for number, (folder, file) in enumerate(zip(family.experts, family.data, strict=True), 1):
         chat_model(folder)
-        if file:
-            Path(file).write_text(f"{rows}\n".replace('"b"', json.dumps("b" * (1 + family.data.index(file)))))
+        file.write_text(rows.replace('"b"', json.dumps("b" * number)))
     template = family.experts[0] / "chat_template.jinja"
     template.write_text(template.read_text() + "{{ '' if messages[0].role == 'system' else 'a' }}")
-    (note,) = [note for note in look(families.recipe(family)).notes if "written by the chat template" in note]
-    assert note.startswith(f"The chats of {family.experts[0]} are written by the chat template of {family.base}")
+    recipe = families.recipe(family)
+    (note,) = [note for note in look(recipe).notes if "The chat template of" in note]
+    assert note.startswith(f"The chat template of {family.base} writes the chats of {family.experts[0]}, not their own")
+    recipe["tokenizer"] = {"source": str(family.experts[0])}
+    assert not [note for note in look(recipe).notes if "The chat template of" in note]
 
 
 def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:

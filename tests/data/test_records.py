@@ -358,6 +358,8 @@ EMPTY = PLAIN.replace("+ m.content", "+ ('<think>\\n</think>' if m.role == 'assi
     [
         ({"question": "hi", "answer": "ho"}, "", "1 of 1 prompts reach the models without a chat template"),
         ({"messages": SAID}, "", "an empty thought before 1 of 1 answers"),
+        ({"messages": [ASKED, turn("assistant", "<think>\n\n</think>ho")]}, "", ""),
+        ({"question": "hi", "answer": "[INST]"}, "", ""),
         ({"messages": SAID}, r"{messages[0][content]}\nho", "the template has a backslash and an n"),
         ({"text": "<|none|>hi"}, "", "splits <|none|> into pieces"),
         ({"text": "hi"}, "{text}", ""),

@@ -168,6 +168,7 @@ TAILED = {"question": "ab", "answer": "d"}
         ({"q": "ab", "a": "cd"}, "{q} {a}.", "ab cd."),
         ({"q": "ab", "a": "cd"}, "{q}\n{a} \n", "ab\n<cd> \n"),
         ({"q": "ab", "a": "cd"}, "<|u|>{q}\n{a}<|im_end|>\n", "<|u|>ab\n<cd><|im_end|>\n"),
+        ({"q": "ab", "a": "cd"}, "{q}{a}<|assistant|>", "abcd<|assistant|>"),
         ({"a": "cd"}, "{a}", "cd"),
         ({"question": "ab", "answers": {"text": ["cd", "ef"]}}, "{question} {answers[text][0]}", "ab <cd>"),
         ({"q": "2.512 pounds", "a": 2.512}, "{q} {a:.1f}", "2.512 pounds <2.5>"),

@@ -158,7 +158,7 @@ def test_modules_and_slices_are_refused(method: str) -> None:
     sources = [{**entry, "layer_range": [0, 3]} for entry in [{"model": "org/base"}, *recipe.pop("models")]]
     slices = [{"sources": sources}]
     for parts in ({"slices": slices}, {"modules": {"default": {"slices": slices}}}):
-        problem, *_ = problems(recipe | parts)
+        (problem,) = problems(recipe | parts)
         assert problem == f"'{method}' merges whole models: list them under 'models', not under 'slices' or 'modules'."
 
 
