@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from mergekit_slta.layers.maps import Role
+from mergekit_slta.numerics.symmetric import frobenius
 
 LOG = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     for feature, beta in zip(features, feature_coefficients(features), strict=True):
         total.addmm_(feature.left, (feature.right * beta).T)
     merged = total.to(touched[0])
-    growth = float(merged.norm() / max(matrix.norm() for matrix in touched))
+    growth = float(frobenius(merged) / max(map(frobenius, touched)))
     if growth > GROWTH:
         LOG.warning(
             "A merged task matrix of shape %s is %.0f times as large as the largest of its experts': their singular "
