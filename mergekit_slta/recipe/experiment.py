@@ -171,6 +171,7 @@ class Experiment:
                     revision=None if adapter else reference.model.revision,
                     trust_remote_code=self.options.trust_remote_code,
                     cache_dir=self.options.transformers_cache,
+                    mistral_format=False,  # mistral-common's own class tells no token's place in the text
                 )
         return self._tokenizers[reference]
 
