@@ -16,8 +16,8 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, routed_tensors
 
 NUMBER = torch.float32.itemsize
-# Python and its libraries, once they have merged a tiny model.
-LIBRARIES = 400_000_000
+# Python and its libraries, once they have merged a tiny model, and the buffers of products of large matrices (80 MB).
+LIBRARIES = 450_000_000
 TOKEN = 200  # bytes of its text and of its number, in all forms that a run has of them
 MASK = 5  # bytes for each pair of tokens, where torch's attention is given a mask: a boolean, and a number
 
