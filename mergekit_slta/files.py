@@ -45,7 +45,7 @@ def new_file(path: str | os.PathLike[str], extension: str) -> Path:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path beside ``path`` to write to, and move it there afterwards, so that no reader sees half a file."""
-    beside = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{platform.node()}")  # what a killed process has left is written over
     try:
         yield beside
         try:

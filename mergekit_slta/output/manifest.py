@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
-from pydantic import BaseModel, ValidationError
-from pydantic_core import to_jsonable_python
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
@@ -155,7 +154,8 @@ def _facts(made: Manifest, names: Mapping[str, str]) -> dict[str, Any]:
 def _filled(table: type[Parameters], given: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     """A table's parameters by their names in a recipe: those given, gradients too, and the defaults of the others."""
     fields = {field.alias or name: field for name, field in table.model_fields.items() if name not in left_out}
-    return {name: to_jsonable_python(given.get(name, field.default)) for name, field in fields.items()}
+    filled = {name: given.get(name, field.default) for name, field in fields.items()}
+    return dict(TypeAdapter(dict[str, Any]).dump_python(filled, mode="json"))
 
 
 def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[MergedTask]:
