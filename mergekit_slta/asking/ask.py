@@ -323,8 +323,9 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
         return shared(tokens, ids), 0 if end else min(0, len(ids) - len(tokens))
 
     best = max(forms, key=fit)
-    thinks = (prompt.text + text).rfind("<think>") > (prompt.text + text).rfind("</think>")
-    return _Answer(best, not end, fit(best) != (len(ids), 0), thinks=thinks and not end)
+    said = prompt.text + text
+    thinks = not end and said.rfind("<think>") > said.rfind("</think>")
+    return _Answer(best, not end, fit(best) != (len(ids), 0), thinks=thinks)
 
 
 def _loops(words: list[int]) -> bool:

@@ -103,10 +103,11 @@ def endless(experiment: Experiment) -> Iterator[str]:
 def other_templates(experiment: Experiment) -> Iterator[str]:
     """Experts whose own chat templates would write their conversations otherwise, where the recipe chooses none."""
     recipe, others = experiment.recipe, list[str]()
-    for (task, _), drawn in experiment.drawn.items() if recipe.tokenizer_source is None else ():
+    chats = [task for (task, _), drawn in experiment.drawn.items() if drawn.has_chats]
+    for task in chats if recipe.tokenizer_source is None else ():
         with suppress(*hub.HUB_ERRORS, SltaError):  # some folders lack a tokenizer
             ours, theirs = (probe(experiment.tokenizer(model)) for model in (recipe.base, task.reference))
-            others += [str(task)] * (drawn.has_chats and theirs not in ("", ours) and ours != "")
+            others += [str(task)] * (ours != "" and theirs not in ("", ours))
     if others:
         yield (
             f"The chat template of {recipe.base} writes the chats of {listed(others)}, not their own, which "

@@ -44,8 +44,8 @@ ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call
 SYSTEM = ("system", "system_prompt")  # a conversation's system prompt in a field of its own
 REASON, CALLED = "the reasoning", "the tool calls"  # parts that a chat template may leave out
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
+CODE = ("code", "solution", "summary", "target")  # what may stand beside ``text``, which is read alone
 # What only a template of a recipe names.
-CODE = ("code", "solution", "summary", "target")  # beside ``text``
 UNREAD = ("context", "passage", "choices", "options", "history", "functions", *MEDIA)
 DEEPEST = 100  # lists and tables within each other: more would overflow what writes them
 _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it

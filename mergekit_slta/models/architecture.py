@@ -74,7 +74,7 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
             outside.append(weights[name])
     outside += [weights[name] for name in base.outside]
     layers = {prefix: [stack.get(index, []) for index in range(1 + max(stack))] for prefix, stack in stacks.items()}
-    if len(layers) == 1:  # mergekit takes the slices of such a model without naming the stack
+    if len(layers) == 1:  # as mergekit's own definitions of such models
         modules = {"default": StoredModule(outside, next(iter(layers.values())))}
     else:
         modules = {prefix: StoredModule([], stack) for prefix, stack in layers.items()}
