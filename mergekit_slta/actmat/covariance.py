@@ -73,6 +73,7 @@ def merge_by_covariance(
             change.addmm_((exact - reference) @ scaled.T, scaled, alpha=share)
         else:
             change.addmm_(exact - reference, of_task)
+        del exact, scaled, of_task  # the next of_task would be beside this one
     if len(matrices) == 1 or reference is None:
         return mean
     change.add_(mean - reference, alpha=add_ridge(total, ridge))
@@ -83,7 +84,7 @@ def merge_by_covariance(
 
 def matrix_bytes(rows: int, columns: int) -> int:
     """The bytes that it takes to merge matrices of this shape, beside their task matrices."""
-    return PRECISION.itemsize * (7 * rows * columns + 3 * columns**2)
+    return PRECISION.itemsize * (7 * rows * columns + 2 * columns**2)
 
 
 def covariance(matrix: torch.Tensor) -> torch.Tensor:

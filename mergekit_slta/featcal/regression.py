@@ -166,7 +166,7 @@ class RidgeRegression:
         for half, (moments, predicted) in enumerate(zip(task.moments, task.predicted, strict=True)):
             rows = halves == half if len(task.tokens) > 1 else slice(None)
             add_gram(inputs[rows], moments)
-            predicted.addmm_(combined[rows].T, inputs[rows])
+            predicted += combined[rows].T @ inputs[rows]
 
     def _finish_task(self, count: float) -> None:
         """Weight the current task's tokens, and go on to the next task."""

@@ -190,8 +190,12 @@ def task_vector(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """τ_t; zero where the expert has the base model's matrix, rounded to 16 bits: nobody has trained it."""
     if base.ndim > 2:  # as of a mixture's experts
         return torch.stack([task_vector(*pair) for pair in zip(tensor, base, strict=True)])
-    rounded = (base.to(half).to(base.dtype) for half in (torch.float16, torch.bfloat16))
-    is_rounded = any(torch.equal(tensor, other) and is_finite(other) for other in rounded)
+    # Some rows at a time: nearly always the first ones differ, and all of them would take as much memory again.
+    pairs = [*zip(*(torch.atleast_1d(whole).split(1024) for whole in (tensor, base)), strict=True)]
+    is_rounded = any(
+        all(torch.equal(rows, of_base.to(half).to(rows)) and is_finite(rows) for rows, of_base in pairs)
+        for half in (torch.float16, torch.bfloat16)
+    )
     return torch.zeros_like(base) if is_rounded else tensor - base
 
 

@@ -22,7 +22,8 @@ def add_gram(rows: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """Add rowsᵀ rows to the blocks of ``total`` [n, n] on and above its diagonal: half of the work of a product."""
     for start in range(0, len(total), BLOCK):
         stop = start + BLOCK
-        total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+        # Not ``addmm_``: on a Mac's GPU, torch before 2.14 does not write a product into a part of a matrix.
+        total[start:stop, start:] += rows[:, start:stop].T @ rows[:, start:]
     return total
 
 
@@ -70,6 +71,8 @@ def times_inverse(target: torch.Tensor, system: torch.Tensor) -> torch.Tensor | 
         return None if exact is None else exact.to(target)
     if int(failed):
         return None
-    solution = torch.cholesky_solve(target.T, factor).T
+    # Unlike ``cholesky_solve``, which gives the same numbers, this does not copy the factor.
+    half = torch.linalg.solve_triangular(factor, target.T, upper=False)
+    solution = torch.linalg.solve_triangular(factor.mT, half, upper=True).T
     # NaN and infinity show in the extremes; a mask of all elements would take as much memory again, and more.
     return solution if all(bool(extreme.isfinite()) for extreme in solution.aminmax()) else None

@@ -6,6 +6,7 @@ Whatever imports this first finds the modules of examples/ and tests/ too.
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results")
-VERSIONS = {package: version(package) for package in ("mergekit", "torch", "transformers", "peft")}
+VERSIONS = {package: version(package) for package in ("mergekit-slta", "mergekit", "torch", "transformers", "peft")}
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048
@@ -142,9 +143,15 @@ def known_rows(name: str) -> dict[str, Any]:
 
 
 def write_result(name: str, rows: Mapping[str, Any], **about: Any) -> None:
-    """Write the rows of a table, with the versions that they were made with."""
+    """Write the rows of a table, a note that stands there, and the versions that rows were made with, newest last."""
+    path, head = RESULTS / f"{name}.json", ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    earlier = json.loads(path.read_text()) if path.exists() else {"versions": []}
+    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
+    versions = earlier["versions"] if isinstance(earlier["versions"], list) else [earlier["versions"]]
+    versions = [made for made in versions if made != (own := VERSIONS | {"commit": commit})] + [own]
+    about = {key: earlier[key] for key in ("note",) if key in earlier} | about
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({**about, "versions": VERSIONS, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**about, "versions": versions, "rows": rows}, indent=1) + "\n")
 
 
 def be_quiet(threads: int = 0) -> None:
