@@ -1,4 +1,4 @@
-"""Write files whole or not at all, hash them, say where a merge's own lie, and which names and versions they tell."""
+"""Write files whole or not at all; a merge's files, and which names, paths and versions they may publish; hashes."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def set_aside(file: Path) -> Path:
+    """Add ``.old`` to a file's name, and a number if that name is taken; the new path."""
+    olds = (file.with_name(f"{file.name}.old{number}") for number in ("", *range(2, 1000)))
+    return file.replace(next(old for old in olds if not old.exists()))
 
 
 def digest(content: object) -> str:

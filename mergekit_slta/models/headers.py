@@ -40,7 +40,11 @@ TOKENIZER_FILES = (
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-PROCESSOR = ("*processor_config.json", "audio_tokenizer_config.json")  # of images, video and sound
+# Of images, video and sound, and how an embedding model makes one vector of many.
+PROCESSOR = (
+    "*processor_config.json", "audio_tokenizer_config.json", "modules.json", "config_sentence_transformers.json",
+    "sentence_bert_config.json", "*_Pooling/config.json",
+)  # fmt: skip
 CODE = "*.py"
 _LFS_POINTER = b"version https://git-lfs"
 

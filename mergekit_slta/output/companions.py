@@ -87,16 +87,19 @@ def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator
 
 
 def restore(base: dict[str, Any], merged: dict[str, Any]) -> None:
-    """Add the entries of the base model's configuration that transformers has written in its newer form alone.
+    """Write the entries of the base model's configuration as they are in its file; transformers rewrites some.
 
-    Other programs, and older versions of transformers, read ``rope_theta`` but not ``rope_parameters``.
+    Other programs, and older versions of transformers, read ``rope_theta`` but not ``rope_parameters``, and "attention"
+    among ``layer_types`` but not "full_attention". What a merge changes stays: the data type and the vocabulary's size.
     """
     newer = {**merged.get("text_config", {}), **merged}
     for key, value in base.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             restore(value, merged[key])
+        elif key in ("dtype", "torch_dtype") or key.endswith("vocab_size"):
+            merged.setdefault(key, newer.get(key.removeprefix("torch_"), value))
         elif not key.startswith("_"):  # such as the path that the base model was loaded from
-            merged.setdefault(key, newer.get(key.removeprefix("torch_"), value))  # the type is not the base model's
+            merged[key] = value
 
 
 def _older_tokenizer(folder: Path, template: bool) -> None:
@@ -145,7 +148,7 @@ def set_aside(experiment: Experiment, folder: Path) -> list[str]:
         strange += [*entry_files(experiment, folder), *others]
     names = sorted({str(file.relative_to(folder)) for file in strange if file.is_file()})
     for name in names:
-        (folder / name).replace(folder / f"{name}.old")
+        files.set_aside(folder / name)
     return names
 
 

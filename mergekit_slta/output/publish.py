@@ -28,6 +28,8 @@ from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.tables import as_size
 from mergekit_slta.words import listed
 
+# What programs load, whatever made it.
+LOADED = ("generation_config.json", "model*.safetensors*", *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR)
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
     *(card.CARD, RECIPE_OF_MERGE, STATISTICS_OF_MERGE, MANIFEST_OF_MERGE),
@@ -121,8 +123,8 @@ def publish(
     try:
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)
-        weights = [name for name in api.list_repo_files(repository) if fnmatch(name, "model*.safetensors*")]
-        if stale := [name for name in weights if name not in contents]:
+        there = [name for name in api.list_repo_files(repository) if name not in contents]
+        if stale := [name for name in there if any(fnmatch(name, pattern) for pattern in LOADED)]:
             raise SltaError(f"{repository} has {listed(stale)}, which programs would load: delete it there first.")
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.HUB_ERRORS, RuntimeError) as error:

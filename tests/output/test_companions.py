@@ -124,7 +124,7 @@ def test_what_no_merge_has_written_is_set_aside(
     assert said == f"Added .old to the names of files in {out} that the merge replaces: {', '.join(sorted(names))}."
     (out / "README.md").write_text("my own words")
     families.merge(recipe, out, **written)
-    assert (out / "README.md.old").read_text() == "my own words"
+    assert (out / "README.md.old2").read_text() == "my own words"
 
 
 @pytest.mark.parametrize("method", ["slta", "sftm", "linear"])
@@ -201,10 +201,14 @@ def test_a_configuration_in_the_older_form_is_written_in_both(
 
 
 def test_an_older_entry_follows_what_the_merge_changes() -> None:
-    """A flat configuration of transformers 4 has in ``text_config`` what mergekit changes there."""
-    merged = {"dtype": "bfloat16", "text_config": {"vocab_size": 49, "hidden_size": 32}}
-    restore({"torch_dtype": "float32", "vocab_size": 64, "hidden_size": 32, "rope_theta": 3.0}, merged)
-    flat = {"torch_dtype": "bfloat16", "vocab_size": 49, "hidden_size": 32, "rope_theta": 3.0}
+    """A flat configuration of transformers 4 has in ``text_config`` what mergekit changes there.
+
+    What transformers has rewritten under the same name is again what other programs know.
+    """
+    merged = {"dtype": "bfloat16", "hidden_act": "silu", "text_config": {"vocab_size": 49, "hidden_size": 32}}
+    base = {"torch_dtype": "float32", "vocab_size": 64, "hidden_size": 32, "rope_theta": 3.0, "hidden_act": "swigluoai"}
+    restore(base, merged)
+    flat = base | {"torch_dtype": "bfloat16", "vocab_size": 49}
     assert merged == {"dtype": "bfloat16", "text_config": {"vocab_size": 49, "hidden_size": 32}} | flat
 
 

@@ -81,8 +81,11 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: H
     path = tmp_path / "statistics.safetensors"
     path.write_bytes(hub.committed["mergekit-slta/statistics.safetensors"])
     assert Statistics.load(path).info.models == ("expert0", "expert1", "expert2")
-    (hub.root / "org/model/model-00001-of-00002.safetensors").write_text("of an earlier model")
-    assert "has model-00001-of-00002.safetensors, which programs" in run("publish", out, "org/model", code=1).stderr
+    for stale in ("chat_template.jinja", "model-00001-of-00002.safetensors"):
+        file = hub.root / "org/model" / stale
+        file.write_text("of an earlier model")
+        assert f"has {stale}, which programs" in run("publish", out, "org/model", code=1).stderr
+        file.unlink()
     published: Any = ModelCard(hub.committed["README.md"].decode())
     assert "Feature change kept" in published.text and "slta" in published.data.tags
     assert hub.committed["README.md"] == (out / "README.md").read_bytes()
