@@ -15,7 +15,11 @@ import click
 Result = TypeVar("Result")
 LONGEST = 2000  # characters of a sentence
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_OUT_OF_MEMORY = re.compile("out of memory|(can't|cannot) allocate memory|CPUAllocator|STATUS_ALLOC", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    # The last two are what a GPU's libraries say where another program has filled it.
+    "out of memory|(can't|cannot) allocate memory|CPUAllocator|STATUS_ALLOC|cublasCreate|cusolverDnCreate",
+    re.IGNORECASE,
+)
 _DISK_FULL = re.compile("no space left|not enough disk space|disk quota exceeded", re.IGNORECASE)
 
 

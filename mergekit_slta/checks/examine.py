@@ -25,7 +25,8 @@ from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_datase
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.groups import find_groups
+from mergekit_slta.layers.trace import of_each_layer
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, loaded, plain, published_names, require_calibration
@@ -168,7 +169,7 @@ def _of_all_models(experiment: Experiment, out: Path | None, merging: bool) -> I
     if isinstance(settings, SltaSettings):
         yield partial(experiment.require_levels, [settings.level])
     if isinstance(settings, FeatcalSettings):
-        yield partial(groups_by_layer, experiment.decoder)  # which refuses layers that cannot be run one at a time
+        yield partial(of_each_layer, experiment.decoder, find_groups)  # which refuses layers that cannot run alone
     if not merging:
         return
     opened = [*map(experiment.model, recipe.references)]
@@ -270,7 +271,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         if is_dataset(task.calibration) and not _is_seen(experiment, task):
             yield f"The prompts of {task.calibration} are read when the merge begins: this check has not seen them."
     if isinstance(settings, FeatcalSettings):
-        maps = groups_by_layer(experiment.decoder)
+        maps = of_each_layer(experiment.decoder, find_groups)
         if layers := [str(layer) for layer, of_layer in enumerate(maps) if not of_layer.writers]:
             yield f"No map corrects what earlier layers have missed in the layers {listed(layers)}."
     if isinstance(settings, ActmatSettings) and has_adapters(recipe.references):
@@ -290,6 +291,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     yield from models.outside_the_model(base, *experts)
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
+    yield from tokenizers.lost_tokens(experiment)
     yield from tokenizers.other_templates(experiment)
     of_base = str(getattr(base.config, "dtype", None))
     dtype = (config.dtype or of_base).removeprefix("torch.")
@@ -326,7 +328,8 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
         yield from error.sentences
         return
     if not left:
-        usable = experiment.source(task, task.calibration).draw(sys.maxsize, quiet=True)  # also by other tasks
-        count = counted(len(usable.records), "prompt")
-        has = f"only {count}, which all calibrate" if source == task.calibration else "only prompts that calibrate"
+        has = "only prompts that calibrate"
+        if source == task.calibration:
+            usable = experiment.source(task, source).draw(sys.maxsize, quiet=True)  # also by other tasks
+            has = f"only {counted(len(usable.records), 'prompt')}, which all calibrate"
         yield f"Calibration source {source!r} of {task} has {has}: none is left for `evaluate`. {MORE}."

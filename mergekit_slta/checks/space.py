@@ -202,7 +202,8 @@ def room(experiment: Experiment, out: Path | None) -> None:
         if sum(nbytes for *_, nbytes in parts) > free:
             things = " and ".join(f"{thing} (about {as_size(nbytes)})" for _, thing, nbytes in parts)
             raise MachineError(
-                f"The disk with {folder} has {as_size(free)} free, too little for {things}: make room or name another."
+                f"The disk with {folder} has {as_size(free)} free, too little for {things}: make room or name another "
+                "folder."
             )
 
 

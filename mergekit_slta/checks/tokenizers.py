@@ -100,6 +100,20 @@ def endless(experiment: Experiment) -> Iterator[str]:
             )
 
 
+def lost_tokens(experiment: Experiment) -> Iterator[str]:
+    """Experts with tokens in rows that the base model's tokenizer, which the merge gets, has no tokens for."""
+    recipe = experiment.recipe
+    for expert in recipe.experts if recipe.tokenizer_source is None else ():
+        with suppress(*hub.HUB_ERRORS, SltaError):
+            known, added = experiment.tokenizer(recipe.base).get_vocab(), experiment.tokenizer(expert.reference)
+            if lost := sorted(added.get_added_vocab().keys() - known.keys()):
+                yield (
+                    f"The merge has the tokenizer of {recipe.base}, which lacks {listed(lost)} of {expert}: if the "
+                    f"merge needs them, add 'tokenizer: {{source: {expert.reference.lora or expert.reference.model}}}' "
+                    "to the recipe."
+                )
+
+
 def other_templates(experiment: Experiment) -> Iterator[str]:
     """Experts whose own chat templates would write their conversations otherwise, where the recipe chooses none."""
     recipe, others = experiment.recipe, list[str]()

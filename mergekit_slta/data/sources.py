@@ -41,6 +41,7 @@ LOG = logging.getLogger(__name__)
 
 DATASET_PREFIX = "hf:"
 CHARACTERS_PER_TOKEN = 64  # more than the tokens of any text have on average
+SEARCHED = 100  # for each held-out sample, at most so many rows whose answers lie beyond ``max_tokens``
 # Chat templates that ask for the date get this one, so that the tokens are the same every day. It is the date that
 # Llama 3.2's chat template writes when it is given none.
 CHAT_DATE = datetime.datetime(2024, 7, 26)
@@ -123,7 +124,7 @@ class CalibrationSource:
         drawn, unanswered = list[_Sample](), list[_Sample]()
         empty, unfit = 0, list[str]()
         for index in random.Random(self.seed if seed is None else seed).sample(range(len(records)), len(records)):
-            if len(drawn) == samples:
+            if len(drawn) == samples or len(unanswered) == SEARCHED * samples:
                 break
             try:
                 where = f"row {index + 1}"
@@ -186,19 +187,8 @@ class CalibrationSource:
                 "'tokenizer: {source: EXPERT}' to the recipe if the expert has the base model's ids, or give the "
                 "expert a 'template' or rows without them."
             )
-        yield from self._notes_on_chats(texts)
-        answers = [sample.answer for sample in drawn if sample.answer]
-        if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
-            cut = sum(begin < self.max_tokens for begin, _ in beyond)
-            yield (
-                f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
-                f"{f', {cut} of them in part' * bool(cut)}: raise 'max_tokens' to {max(end for _, end in beyond)}."
-            )
-
-    def _notes_on_chats(self, texts: Sequence[Text]) -> Iterator[str]:
-        """How conversations are written, and what is none for a chat model, a sentence each."""
-        markers = [*self.tokenizer.get_added_vocab(), "[INST]"]  # of rows that are written for a chat model
-        pairs = [text for text in texts if text.is_pair and not any(marker in text.text for marker in markers)]
+        written = [*self.tokenizer.get_added_vocab(), "[INST]"]  # in rows that are written for a chat model
+        pairs = [text for text in texts if text.is_pair and not any(marker in text.text for marker in written)]
         if pairs and has_chat_template(self.tokenizer):
             yield (
                 f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: for experts that were "
@@ -206,12 +196,18 @@ class CalibrationSource:
             )
         if "\\n" in self.template:
             yield "the template has a backslash and an n: for a new line, write it in double quotes."
-        chats = [text for text in texts if text.is_chat]
-        empty = [text for text in chats if THOUGHTLESS.search(text.text) and not THOUGHTLESS.search(text.conversation)]
-        if empty:
+        chats = [(text.text, text.conversation) for text in texts if text.is_chat]
+        if thoughts := sum(bool(THOUGHTLESS.search(text) and not THOUGHTLESS.search(chat)) for text, chat in chats):
             yield (
-                f"the chat template writes an empty thought before {len(empty)} of {len(texts)} answers: for "
+                f"the chat template writes an empty thought before {thoughts} of {len(texts)} answers: for "
                 "a merge that thinks, take answers with their reasoning, such as those of `ask`."
+            )
+        answers = [sample.answer for sample in drawn if sample.answer]
+        if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
+            cut = sum(begin < self.max_tokens for begin, _ in beyond)
+            yield (
+                f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
+                f"{f', {cut} of them in part' * bool(cut)}: raise 'max_tokens' to {max(end for _, end in beyond)}."
             )
 
     def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
@@ -369,7 +365,7 @@ def _read_json(path: str) -> list[Record]:
             f"it is a table by columns, {listed(only)}, and not by rows, as pandas writes by orient='records'"
         )
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
-        raise ValueError(f"row {odd[0]} is none; it must hold JSON objects, one after the other or in a list")
+        raise ValueError(f"row {odd[0]} is no object; it must hold JSON objects, one after the other or in a list")
     return records
 
 

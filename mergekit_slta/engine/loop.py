@@ -102,7 +102,7 @@ def exact_products() -> Iterator[None]:
             changed.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
 
-        for kind in ("cpu", "cuda"):  # a caller's may be on
+        for kind in ("cpu", "cuda", "mps"):  # a caller's may be on
             changed.enter_context(torch.autocast(kind, enabled=False))
         change(sdpa_attention, "use_gqa_in_sdpa", lambda mask, k, v: k.device.type == "cpu" and shares(mask, k, v))
         with contextlib.suppress(RuntimeError):  # it was set by torch's newer interface, which refuses to be mixed

@@ -1,6 +1,6 @@
 """How much memory it takes to run models layer by layer, counted beforehand; all sizes are in bytes, in float32.
 
-Each method counts its own, beside itself, from these parts.
+Each method's own module adds up what that method takes, from the parts counted here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The finished layers of a calibration or a feature merge, and its head: files in one folder, renamed into place.
 
-That a layer's file is there is all that a run remembers: the next run computes the hidden states again. A file that
+A run remembers only which layers' files exist: the next run computes the hidden states again. A file that
 cannot be read counts as missing.
 """
 

@@ -81,14 +81,15 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(device: str | torch.device) -> Iterator[Ranks]:
     """The processes of ``torchrun``, joined until the end of the block if they were not joined before.
 
-    They speak through nccl if each has a GPU, else gloo; all but the first are silent.
+    They speak through nccl if each computes on a GPU of its own, else gloo; all but the first are silent.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if joins := count > 1 and not dist.is_initialized():  # only then: some builds of torch do not have it
-        own_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        own_gpus = str(device).startswith("cuda") and enough
         gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if own_gpus else None
         if gpu is not None:
             torch.cuda.set_device(gpu)

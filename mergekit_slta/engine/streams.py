@@ -82,7 +82,7 @@ def make_batches(tasks: Tasks, batch_tokens: int, decoder: Decoder | None = None
 
 def fitting_batch(decoder: Decoder) -> int:
     """The number of token positions in a batch, while memory lasts."""
-    if decoder.device.type != "cpu":
+    if decoder.device.type not in ("cpu", "mps"):  # which swaps where it has too little memory
         return GPU_BATCH_TOKENS
     layers = [decoder.layers[layer] for layer in decoder.one_of_each_kind]
     if any(map(routed_tensors, layers)):  # whose experts are read again for every batch

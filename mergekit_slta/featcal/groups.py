@@ -5,7 +5,6 @@ Those that add to the residual stream can correct what the maps before them have
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from mergekit_slta.layers.calls import made_up_layer
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer
 from mergekit_slta.layers.maps import LinearMap, expert_stacks, is_fused, is_numbered, linear_maps, takes_some_tokens
-from mergekit_slta.layers.trace import find_writers, of_each_layer
+from mergekit_slta.layers.trace import find_writers
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
@@ -51,12 +50,6 @@ class LayerMaps:
     unsolved: Mapping[str, str]
     # The layer's writers that are solved when all that the stream is the sum of before is known.
     writers: Mapping[str, Writer]
-
-
-@functools.lru_cache(maxsize=1)
-def groups_by_layer(decoder: Decoder) -> tuple[LayerMaps, ...]:
-    """The groups of every layer."""
-    return of_each_layer(decoder, find_groups)
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:

@@ -52,15 +52,16 @@ from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import matrix_bytes
 from mergekit_slta.engine import memory
-from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
+from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
-from mergekit_slta.featcal.groups import SHARED, MapGroup, groups_by_layer, in_words
+from mergekit_slta.featcal.groups import SHARED, MapGroup, find_groups, in_words
 from mergekit_slta.featcal.regression import PREDICTED, RidgeRegression, Tokens, regression_bytes
 from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
+from mergekit_slta.layers.trace import of_each_layer
 from mergekit_slta.models.checkpoint import ExpertStack, Source, Tensors, stack_of
 
 LOG = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
 def waiting(decoder: Decoder, tokens: int, longest: int) -> int:
     """How many bytes of so many tokens, in prompts of at most ``longest``, wait at most; see ``waiting_bytes``."""
     width, outputs = memory.hidden_size(decoder), 0
-    for groups in (maps.groups for maps in groups_by_layer(decoder)):
+    for groups in (maps.groups for maps in of_each_layer(decoder, find_groups)):
         held = [0] * (len(groups) + 1)  # of a stream that has run as far as a group, or to the layer's end
         for at, group in enumerate(groups):
             complete = {other.child for other in groups[:at]} - {group.child}
@@ -119,7 +120,7 @@ def waiting(decoder: Decoder, tokens: int, longest: int) -> int:
     # What the attention returns beside its output, where it has the scores of all pairs in memory.
     outputs += memory.heads_with_scores(decoder) * longest
     # Whose inputs wait in both streams, too.
-    routed = any(group.fused for maps in groups_by_layer(decoder) for group in maps.groups)
+    routed = any(group.fused for maps in of_each_layer(decoder, find_groups) for group in maps.groups)
     return waiting_bytes(tokens, width, 4 if routed else 2, outputs)
 
 
@@ -140,23 +141,16 @@ class FeatureMerge(LayerMethod[Tensors]):
         for samples in self.tasks:  # equal ones share a place, and with it a half
             places = {row: place for place, row in enumerate(sorted({*map(tuple, samples)}))}
             self.places += [torch.full((len(row),), places[tuple(row)]) for row in samples]
-        self.maps = groups_by_layer(self.decoder)
+        self.maps = of_each_layer(self.decoder, find_groups)
+        for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
+            numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
+            loud = numbered or SHARED in unsolved.values()
+            LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
 
     @property
     def steps(self) -> int:
         """One for each group of maps, and one for the output head."""
         return sum(len(maps.groups) for maps in self.maps) + (self.head is not None)
-
-    def solve(self, quiet: bool = True) -> None:
-        """Write each layer's tensors when it is finished, and then the head's, with a progress bar unless ``quiet``."""
-        for words, unsolved in {in_words(maps.unsolved): maps.unsolved for maps in self.maps if maps.unsolved}.items():
-            numbered = any(map(is_numbered, unsolved))  # most of a mixture's weights
-            loud = numbered or SHARED in unsolved.values()
-            LOG.log(logging.WARNING if loud else logging.INFO, "Merged as by actmat, not solved: %s", words)
-        tensors = pass_layers(self, "Solving", partial=self.partial, quiet=quiet)
-        if self.ranks.first:
-            self.partial.write(None, tensors)
-        self.ranks.wait()
 
     def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
         """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 
 from mergekit_slta.data.sources import CalibrationData
+from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import LAYER_ERRORS, FeatureMerge
@@ -50,7 +51,10 @@ def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Part
         anchor = ActmatAnchor(models, decoder, [task.weight for task in experiment.recipe.tasks])
         ridge = None if settings.ridge == "auto" else settings.ridge
         merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
-        merge.solve(experiment.quiet)
+        of_head = pass_layers(merge, "Solving", partial=partial, quiet=experiment.quiet)
+        if ranks.first:
+            partial.write(None, of_head)
+        ranks.wait()
     return SolvedModel(decoder, partial, experiment.layout)
 
 

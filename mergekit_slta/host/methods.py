@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from mergekit.common import dtype_from_name
@@ -40,12 +40,10 @@ from mergekit_slta.recipe.settings import (
 )
 from mergekit_slta.sftm.superpose import superposed_vector
 from mergekit_slta.slta.measure import solve_arguments, statistics_of
+from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import short_names
 from mergekit_slta.words import as_score
-
-if TYPE_CHECKING:
-    from mergekit_slta.slta.statistics import Solution
 
 LOG = logging.getLogger(__name__)
 

@@ -144,10 +144,10 @@ def logits(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tens
     last, final = len(decoder) - 1, decoder.as_called(hidden)
     rows: Any = decoder.model.get_input_embeddings().weight
     unknown = torch.full((), torch.nan, device=decoder.device).expand(rows.shape)
+    unset = torch.full_like(final, torch.nan)
 
     def output(layer: int, *_: object) -> Any:
-        made = final if layer == last else torch.full_like(final, torch.nan)
-        return returned_like(decoder.form.returned[layer], made)
+        return returned_like(decoder.form.returned[layer], final if layer == last else unset)
 
     with stand_ins(decoder.layers, output), torch.no_grad(), model_code(decoder.name):
         returned: Any = torch.func.functional_call(

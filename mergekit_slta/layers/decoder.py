@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils._pytree import tree_map_only
+from transformers.integrations import hub_kernels
 
 from mergekit_slta.errors import SltaError, first_line
 from mergekit_slta.layers.maps import LinearMap
@@ -119,8 +120,14 @@ class OfStandIn(BaseException):
 
 @contextlib.contextmanager
 def model_code(part: str) -> Iterator[None]:
-    """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one."""
+    """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one.
+
+    Where causal_conv1d, fla or mamba_ssm are installed, the code still calls torch, as transformers has it do in an
+    export: their kernels need a GPU, some refuse float32, and all round as they like.
+    """
+    exporting: Any = getattr(hub_kernels, "is_torchdynamo_exporting", None)
     try:
+        hub_kernels.is_torchdynamo_exporting = lambda: True
         yield
     except (Reached, MemoryError, torch.OutOfMemoryError):
         raise
@@ -128,6 +135,8 @@ def model_code(part: str) -> Iterator[None]:
         raise carried.error from carried.error.__cause__
     except Exception as error:
         raise ModelCodeError(f"{part}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        hub_kernels.is_torchdynamo_exporting = exporting
 
 
 @dataclass
@@ -281,6 +290,7 @@ class Decoder:
     restore: Callable[[], None]  # puts the model into the state in which it was built
     runs: list[LayerRun]  # the layers' modules report to the last run in it
     form: LayerForm = field(default_factory=LayerForm)
+    found: dict[Any, Any] = field(default_factory=dict)  # of each layer, by the function that ``of_each_layer`` called
 
     def __post_init__(self) -> None:
         model, paths = self.model, {module: path for path, module in self.model.named_modules()}
@@ -322,23 +332,22 @@ class Decoder:
             path = paths[head]
             bias = f"{path}.bias" if f"{path}.bias" in names else None
             self.head = LinearMap(path, path, f"{path}.weight", bias, transposed=False)
-        self.first_of_kind = self._first_of_kind()
-        self.one_of_each_kind = sorted(set(self.first_of_kind))
-
-    def _first_of_kind(self) -> list[int]:
-        """For each layer, the first layer with the same modules, shapes and settings, which behaves alike.
-
-        A layer that shares modules with others is like no other: it may call those of their parts that are for its
-        number.
-        """
-        types = getattr(self.model.config.get_text_config(), "layer_types", None) or [None] * len(self)
-        kinds = []
+        # For each layer, the first one with the same modules, shapes and settings, which behaves alike. Of settings,
+        # flags and names must be equal; numbers, such as the layer's, may differ. A layer that shares modules with
+        # others is like no other: it may call those of their parts that are for its number.
+        types, kinds = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(self), []
         for number, layer in enumerate(self.layers):
             shared = self.shared_tensors.intersection(self.layer_tensors[number].values())
-            modules = tuple((name, type(module), _choices(module)) for name, module in layer.named_modules())
+            modules = [
+                (path, type(module), name, value if isinstance(value, bool | str) else type(value))
+                for path, module in layer.named_modules()
+                for name, value in {**vars(module), "": None}.items()
+                if not name.startswith("_") and isinstance(value, bool | str | int | None)
+            ]
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
             kinds.append((types[number], modules, shapes, number if shared else None))
-        return [kinds.index(kind) for kind in kinds]
+        self.first_of_kind = [kinds.index(kind) for kind in kinds]
+        self.one_of_each_kind = sorted(set(self.first_of_kind))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -372,12 +381,3 @@ class Decoder:
     def as_called(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, S, ...] as the model's own code gives them to its layers."""
         return hidden.movedim(2, 0) if self.form.stacked else hidden
-
-
-def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
-    """A module's settings that are flags or names, such as a window; of numbers only that they are."""
-    return tuple(
-        (name, value if isinstance(value, bool | str) else type(value))
-        for name, value in vars(module).items()
-        if not name.startswith("_") and isinstance(value, bool | str | int | None)
-    )

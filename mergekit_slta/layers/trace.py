@@ -14,7 +14,6 @@ Nothing here knows an architecture by name.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -248,13 +247,16 @@ def tail_problem(decoder: Decoder) -> str | None:
 
 def of_each_layer(decoder: Decoder, find: Callable[[Decoder, int], Found]) -> tuple[Found, ...]:
     """What ``find`` says of each layer; layers of the same kind are traced once, on the CPU, which repeats its sums."""
-    device = decoder.device
-    on_device(decoder, "cpu")
-    try:
-        of_kind = {layer: find(decoder, layer) for layer in decoder.one_of_each_kind}
-    finally:
-        on_device(decoder, device)
-    return tuple(of_kind[first] for first in decoder.first_of_kind)
+    if find not in decoder.found:
+        device = decoder.device
+        on_device(decoder, "cpu")
+        try:
+            of_kind = {layer: find(decoder, layer) for layer in decoder.one_of_each_kind}
+        finally:
+            on_device(decoder, device)
+        decoder.found[find] = tuple(of_kind[first] for first in decoder.first_of_kind)
+    of_layers: tuple[Found, ...] = decoder.found[find]
+    return of_layers
 
 
 @torch.no_grad()
@@ -267,12 +269,6 @@ def find_writers(decoder: Decoder, layer: int) -> dict[str, Writer]:
     except ModelCodeError as error:  # as where modules return other values than they do in the model
         LOG.info("What layers like layer %d add to the residual stream is not known: %s", layer, error)
         return {}
-
-
-@functools.lru_cache(maxsize=1)
-def structures(decoder: Decoder) -> tuple[LayerStructure, ...]:
-    """How each layer splits."""
-    return of_each_layer(decoder, find_structure)
 
 
 @torch.no_grad()
@@ -478,17 +474,11 @@ def _other(values: Any) -> Any:
 # Heads
 
 
-@functools.lru_cache(maxsize=1)
-def heads_by_layer(decoder: Decoder) -> tuple[Heads | str, ...]:
-    """The heads of each layer's attention, or why there are none to be told apart."""
-    return of_each_layer(decoder, find_heads)
-
-
 @torch.enable_grad()
 def find_heads(decoder: Decoder, layer: int) -> Heads | str:
     """The heads of a layer's attention, or why there are none to be told apart."""
     try:
-        return _heads_of(decoder, layer, structures(decoder)[layer].mixers)
+        return _heads_of(decoder, layer, of_each_layer(decoder, find_structure)[layer].mixers)
     except ModelCodeError as error:  # the model's own code may fail when its norms return what they are given
         LOG.info("The heads of layers like layer %d are not known: %s", layer, error)
         return INSEPARABLE

@@ -74,11 +74,8 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
             outside.append(weights[name])
     outside += [weights[name] for name in base.outside]
     layers = {prefix: [stack.get(index, []) for index in range(1 + max(stack))] for prefix, stack in stacks.items()}
-    if len(layers) == 1:  # as mergekit's own definitions of such models
-        modules = {"default": StoredModule(outside, next(iter(layers.values())))}
-    else:
-        modules = {prefix: StoredModule([], stack) for prefix, stack in layers.items()}
-        modules["default"] = StoredModule(outside, [])
+    modules = {"default": StoredModule(outside, [])}
+    modules |= {prefix: StoredModule([], stack) for prefix, stack in layers.items()}
     text = config.get_text_config()
     place = next((f"{name}." for name in config.sub_configs if getattr(config, name, None) is text), "")
     return ModelArchitecture(

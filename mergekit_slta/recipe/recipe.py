@@ -29,7 +29,6 @@ from mergekit_slta.recipe.settings import (
     base_parameters,
     expert_parameters,
     expert_references,
-    tokenizer_source,
 )
 from mergekit_slta.recipe.text import Loader, faults, misshapen, normalize, without_calibration, yaml_fault
 
@@ -125,7 +124,7 @@ class Recipe:
         recipe.config = config = config or read
         normalize(config)
         recipe.references = [*([config.base_model] if config.base_model else []), *expert_references(config)]
-        recipe.tokenizer_source = tokenizer_source(config)
+        recipe.tokenizer_source = config.tokenizer.source if config.tokenizer else config.tokenizer_source or None
         return recipe
 
     def with_statistics(self, file: str, level: str | None = None) -> Recipe:

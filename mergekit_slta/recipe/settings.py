@@ -91,7 +91,8 @@ class SltaSettings(CalibrationSettings):
         default="attn_mlp", description="the size of a submodule: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`"
     )
     balance: bool = Field(
-        default=True, description="every prompt counts the same; `false`: long prompts and large changes count more"
+        default=True,
+        description="an expert's prompts count the same; `false`: long prompts and large changes count more",
     )
     ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
     statistics: str = Field(
@@ -225,11 +226,6 @@ def expert_references(config: MergeConfiguration) -> list[ModelReference]:
     """The models of a recipe except the base model, each once, in the recipe's order."""
     named = dict.fromkeys(entry.model for entry in model_inputs(config))
     return [model for model in named if model != config.base_model]
-
-
-def tokenizer_source(config: MergeConfiguration) -> Any:
-    """The source of the merged model's tokenizer for mergekit; None if it only copies that of the base model."""
-    return config.tokenizer.source if config.tokenizer else config.tokenizer_source or None
 
 
 def expert_parameters(config: MergeConfiguration) -> dict[ModelReference, dict[str, Any]]:

@@ -19,7 +19,7 @@ from mergekit.tokenizer.config import TokenizerConfig
 from pydantic import BaseModel, ValidationError
 
 from mergekit_slta.errors import SltaError, one_line, suggestion
-from mergekit_slta.recipe.settings import MethodSettings, expert_references, parameter_specs, tokenizer_source
+from mergekit_slta.recipe.settings import MethodSettings, expert_references, parameter_specs
 from mergekit_slta.words import enumerated
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
@@ -187,7 +187,7 @@ def _of_mergekit(config: MergeConfiguration) -> Iterator[str]:
     for key, name in (("dtype", config.dtype), ("out_dtype", config.out_dtype)):
         if name is not None and name not in FLOATS:  # mergekit writes the name into config.json as it is
             yield f"'{key}: {name}' is not a data type for a merge: write {', '.join(FLOATS[:-1])} or {FLOATS[-1]}."
-    source = tokenizer_source(config)
+    source = config.tokenizer.source if config.tokenizer else config.tokenizer_source
     if isinstance(source, ModelReference) and source.lora:
         yield (
             f"mergekit takes from {source} the tokenizer of {source.model}: write {source.lora} as the source for the "

@@ -18,7 +18,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
-from mergekit_slta.layers.trace import heads_by_layer, structures
+from mergekit_slta.layers.trace import find_heads, find_structure, of_each_layer
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.slta.submodules import layer_parts
@@ -116,11 +116,11 @@ class LayerFeatures:
         parts = dict.fromkeys(part for level in levels for part in layer_parts(decoder, level, layer))
         self.names = [submodule_name(layer, part) for part in parts]  # of the submodules
         self.whole = "" in parts
-        self.structure = structures(decoder)[layer]
+        self.structure = of_each_layer(decoder, find_structure)[layer]
         of_layer = [name for name in tensors[0] if "." not in name]  # such as a constant that all is multiplied by
         if any(not torch.equal(expert[name], tensors[0][name]) for name in of_layer for expert in tensors[1:]):
             self.structure = replace(self.structure, summands=None)
-        heads = heads_by_layer(decoder)[layer] if "head_mlp" in levels else None
+        heads = of_each_layer(decoder, find_heads)[layer] if "head_mlp" in levels else None
         self.heads = heads if isinstance(heads, Heads) else None
         self.head_modules = {self.heads.output.module} if self.heads else set[str]()  # whose inputs tell heads apart
         split = [branch for branch in BRANCHES if branch in self.structure.branches]

@@ -414,10 +414,10 @@ class Solution(Paragraphs):
             )
         unknown = {name: s.rank < len(self.models) or not s.measured.all() for name, s in self.submodules.items()}
         if dependent := [name for name, is_unknown in unknown.items() if is_unknown]:
-            branch = "; one that changes nothing there takes its mean weight in the branch" * (self.level == "linear")
+            branch = "; an expert without changes there gets its mean weight in the branch" * (self.level == "linear")
             notes.append(
                 f"In {len(dependent)} of {count} submodules ({dependent[0]} ...) experts are linearly dependent or "
-                f"change nothing: their weights are the smallest that fit{branch}."
+                f"change nothing, so several weights fit the prompts: the smallest are taken{branch}."
             )
         return notes
 

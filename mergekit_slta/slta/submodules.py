@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.trace import heads_by_layer, structures
+from mergekit_slta.layers.trace import find_heads, find_structure, of_each_layer
 from mergekit_slta.levels import Fallback, head_part, parts_at, submodule_name
 
 
@@ -21,10 +21,10 @@ def layer_parts(decoder: Decoder, level: str, layer: int) -> Sequence[str]:
     Where the layer's parts at a level cannot be told apart, they are those of the next coarser level, as ``fallbacks``
     says.
     """
-    split = structures(decoder)[layer]
+    split = of_each_layer(decoder, find_structure)[layer]
     if level == "model":
         return []
-    heads = heads_by_layer(decoder)[layer] if level == "head_mlp" else ""
+    heads = of_each_layer(decoder, find_heads)[layer] if level == "head_mlp" else ""
     of_heads = map(head_part, range(heads.count)) if isinstance(heads, Heads) else ()
     maps = () if split.of_some_tokens else (linear_map.name for linear_map in linear_maps(decoder.layers[layer]))
     return parts_at(level, [*split.branches, *of_heads, *maps])
@@ -41,13 +41,13 @@ def fallbacks(decoder: Decoder, level: str) -> list[Fallback]:
 
 def _fallback(decoder: Decoder, level: str, layer: int) -> tuple[str, str] | None:
     """The coarser level at which a layer is measured, and why; None where it is measured as asked for."""
-    split = structures(decoder)[layer]
+    split = of_each_layer(decoder, find_structure)[layer]
     if level == "linear":
         if split.of_some_tokens:
             return "layer", f"{split.of_some_tokens} is given the features of some tokens only"
         return None if linear_maps(decoder.layers[layer]) else ("layer", "it has no linear maps")
     if level in ("attn_mlp", "head_mlp") and not split.branches:
         return "layer", "its attention and MLP branches cannot be told apart"
-    if level == "head_mlp" and split.mixers and isinstance(heads := heads_by_layer(decoder)[layer], str):
+    if level == "head_mlp" and split.mixers and isinstance(heads := of_each_layer(decoder, find_heads)[layer], str):
         return "attn_mlp", heads
     return None

@@ -11,7 +11,7 @@ import torch
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Heads, linear_maps
-from mergekit_slta.layers.trace import heads_by_layer, structures
+from mergekit_slta.layers.trace import find_heads, find_structure, of_each_layer
 from mergekit_slta.levels import head_part, submodule_name
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
@@ -93,7 +93,7 @@ class TensorWeights:
         return self.solutions[submodule_name(layer, part)].alpha
 
     def _branches(self, layer: int, key: str) -> list[str]:
-        split = structures(self.decoder)[layer]
+        split = of_each_layer(self.decoder, find_structure)[layer]
         branches = [branch for branch, children in split.branches.items() if key.partition(".")[0] in children]
         if not branches:
             raise SltaError(f"The tensor {key} of layer {layer} feeds neither of its branches: use 'level: layer'.")
@@ -107,7 +107,7 @@ class TensorWeights:
         """
         if branch in self._parts[layer]:
             return self._alpha(layer, branch)
-        heads = heads_by_layer(self.decoder)[layer]
+        heads = of_each_layer(self.decoder, find_heads)[layer]
         assert isinstance(heads, Heads)
         alpha = torch.stack([self._alpha(layer, head_part(head)) for head in range(heads.count)])  # [H, T]
         output = heads.output
@@ -129,7 +129,7 @@ class TensorWeights:
 
         An expert that changes none of a map's outputs on the samples takes that mean too.
         """
-        split = structures(self.decoder)[layer]
+        split = of_each_layer(self.decoder, find_structure)[layer]
         around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, key)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if key in (m.weight, m.bias)]

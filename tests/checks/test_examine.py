@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 from conftest import MakeFamily
-from mergekit.scripts.run_yaml import main as mergekit_yaml
 from support import families
 from support.calibration_samples import load, write_jsonl
-from support.command import run
 from support.copies import edit_tensors
-from support.examining import only, problems, save_random, with_data, with_expert
+from support.examining import only, problems, with_data
 from support.families import Family
 from support.hub import downloaded_dataset, serve
 from transformers import PreTrainedTokenizerBase
@@ -33,15 +31,6 @@ def test_first_the_text_then_everything_else(family: Family, tmp_path: Path) -> 
     assert any("none.jsonl" in problem for problem in problems(recipe))
     recipe["parameters"] |= {"sampels": 3, "ridge": -1}
     assert [problem.split("'")[1] for problem in problems(recipe)] == ["sampels", "ridge", "calibration"]
-
-
-def test_mergekit_yaml_refuses_models_in_one_sentence(family: Family, tmp_path: Path) -> None:
-    deeper = save_random(families.config_of("llama", num_hidden_layers=4), tmp_path / "deeper")
-    file = families.write_recipe(tmp_path / "recipe.yml", with_expert(family, deeper))
-    said = run(file, tmp_path / "out", "--quiet", program=mergekit_yaml, code=1).output
-    (sentence,) = [line for line in said.splitlines() if line.startswith("Error: ")]
-    assert "deeper has num_hidden_layers 4 instead of 3" in sentence
-    assert not (tmp_path / "out").exists()
 
 
 def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path: Path) -> None:

@@ -119,7 +119,10 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(expert / name, family.base / name)
     recipe = families.recipe(family, "sftm", calibration=False)
+    same = [*recipe]
     recipe |= json.loads(json.dumps(changes).replace('"expert"', json.dumps(str(expert))))
+    lost = f"The merge has the tokenizer of {family.base}, which lacks <|im_end|>, <|im_start|> of {expert}: if"
+    assert any(lost in note for note in look(recipe).notes) == (not known and recipe.keys() <= {"chat_template", *same})
     notes = [note for note in look(recipe).notes if "ends its turns" in note]
     assert len(notes) == said
     for note in notes:

@@ -5,6 +5,7 @@ import os
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from support.reference import largest_difference
 from support.rounding import distance_rounding, gram_rounding, regression_rounding
 
 from mergekit_slta.checks import examine
-from mergekit_slta.engine.ranks import Ranks
+from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.files import PARTIAL_OF_MERGE
@@ -30,6 +31,21 @@ from mergekit_slta.nonlinearity.studies import STEPS
 from mergekit_slta.slta.calibrate import Calibration
 from mergekit_slta.slta.measure import statistics_of
 from mergekit_slta.slta.statistics import Statistics
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:1", "nccl")])
+def test_processes_that_compute_on_the_cpu_take_no_gpu(
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    join = mock.Mock(side_effect=KeyError)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    with pytest.raises(KeyError), joined(device):
+        pass
+    assert join.call_args.args == (backend,)
 
 
 def test_processes_together_merge_to_the_same_tensors(

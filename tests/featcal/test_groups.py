@@ -9,10 +9,10 @@ from support import families
 from support.architecture_scan import small_decoder
 from support.rounding import rounding
 
-from mergekit_slta.featcal.groups import find_groups, groups_by_layer, in_words
+from mergekit_slta.featcal.groups import find_groups, in_words
 from mergekit_slta.layers.decoder import INPUT, Writer
 from mergekit_slta.layers.maps import linear_maps
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import of_each_layer, trace
 
 ARCHITECTURES = (*families.ARCHITECTURES, *families.UNSPLIT, *families.MULTIMODAL)
 
@@ -79,7 +79,7 @@ def test_a_map_whose_output_is_added_times_a_constant_is_a_writer() -> None:
         "mamba.out_proj": Writer(0.4, {INPUT: 1.0}),
         "shared_mlp.output_linear": Writer(0.4, {INPUT: 1.0, "mamba": 0.4, "block_sparse_moe": 0.4}),
     }
-    found = groups_by_layer(families.skeleton("granite_moe_hybrid"))[-1].writers
+    found = of_each_layer(families.skeleton("granite_moe_hybrid"), find_groups)[-1].writers
     assert found.keys() == writers.keys()
     for module, writer in writers.items():
         assert found[module].factor == pytest.approx(writer.factor, abs=rounding())

@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,6 @@ def test_equals_the_reference(
     # Not the anchor that a solution is compared with, either.
     changed = {name for name, tensor in before.items() if not torch.equal(tensor, expected[name])}
     assert changed == solved_names(trace(family.config))
-
-
-def test_the_base_models_task_is_that_of_as_many_copies_of_it_as_it_counts(
-    make_family: MakeFamily, tmp_path: Path
-) -> None:
-    whole = make_family("mixtral", experts=3, records=4)
-    tasks, family = whole.token_ids(), replace(whole, experts=whole.experts[:2])
-    copied = replace(whole, experts=(*family.experts, whole.base, whole.base))
-    expected = merged_tensors(copied, tmp_path / "copied", tasks=[*tasks, tasks[2]], batch_tokens=50)
-    found = merged_tensors(family, tmp_path / "kept", tasks=tasks, keep_weight=2.0, batch_tokens=50)
-    assert found.keys() == expected.keys()
-    assert worst(found, expected) < TOLERANCE
 
 
 # Limits

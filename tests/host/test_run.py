@@ -205,7 +205,7 @@ def test_a_process_that_was_silent_in_a_merge_is_not_after_it(monkeypatch: pytes
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     log = logging.getLogger("a trainer's")
-    with joined():
+    with joined("cpu"):
         assert not log.isEnabledFor(logging.WARNING)
     assert log.isEnabledFor(logging.WARNING)
 

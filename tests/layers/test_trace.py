@@ -93,10 +93,11 @@ def test_a_change_is_that_of_the_output_whatever_lies_between(name: str) -> None
     others = {**random_numbers(decoder.layers[0].state_dict(), decoder.device, seed=1), "weight": weights["weight"]}
     base, run = (decoder.run(0, own, hidden, call) for own in (weights, others))
     unit = {"a difference": 0.5, "all scaled by a weight": float(weights["weight"].mean())}.get(name, 1.0)
-    found = trace.structures(decoder)[0].change("layer", run, base)
+    found = trace.of_each_layer(decoder, trace.find_structure)[0].change("layer", run, base)
     assert torch.allclose(unit * found, run.output - base.output, rtol=0, atol=state_rounding(layers=1))
     if name in SUMS:
-        branches = {branch: children - {"weight"} for branch, children in trace.structures(decoder)[0].branches.items()}
+        structure = trace.of_each_layer(decoder, trace.find_structure)[0]
+        branches = {branch: children - {"weight"} for branch, children in structure.branches.items()}
         assert branches == {"attn": {"input_layernorm", "self_attn"}, "mlp": {"post_attention_layernorm", "mlp"}}
 
 
@@ -107,7 +108,7 @@ def test_a_layer_that_refuses_changed_outputs_is_not_split(caplog: pytest.LogCap
         return x + attend(x) + fed
 
     decoder = decoder_of(refuse)
-    assert trace.structures(decoder)[0] == LayerStructure()
+    assert trace.of_each_layer(decoder, trace.find_structure)[0] == LayerStructure()
     assert caplog.messages == [
         "Layers like this one are not split further, because its trace fails: layer 0 of Model: ValueError: There is "
         "nothing to add"
@@ -138,7 +139,7 @@ def test_an_error_of_our_own_in_a_trace_is_not_passed_over(helper: str, monkeypa
     with pytest.raises(TypeError, match="a mistake of ours"):
         trace.of_each_layer(
             families.traced(transformers.LlamaForCausalLM),
-            lambda own, layer: (trace.heads_by_layer(own), trace.find_writers(own, layer), trace.tail_problem(own)),
+            lambda own, layer: (trace.find_heads(own, layer), trace.find_writers(own, layer), trace.tail_problem(own)),
         )
 
 

@@ -71,13 +71,7 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
             statistics.take(experts).solve(level).save_recipe(stock.with_suffix(".yml"), models=paths)
             outputs[f"{architecture} {level}"] = (families.merge(content, ours), stock)
             arguments += [str(stock.with_suffix(".yml")), str(stock)]
-    run_stock(folder, arguments)
-    return outputs
-
-
-def run_stock(folder: Path, arguments: Sequence[str]) -> None:
-    """Run stock mergekit in a Python that sees everything that is installed except this package."""
-    packages = linked_packages(folder / "packages")
+    packages = linked_packages(folder / "packages")  # everything that is installed except this one
     result = subprocess.run(
         [sys.executable, "-S", "-c", STOCK, *arguments],  # -S: no site-packages, and no start-up file
         cwd=packages,
@@ -87,6 +81,7 @@ def run_stock(folder: Path, arguments: Sequence[str]) -> None:
         text=True,
     )
     assert result.returncode == 0, result.stderr
+    return outputs
 
 
 def test_stock_mergekit_without_this_package_runs_to_the_same_model(tmp_path: Path) -> None:

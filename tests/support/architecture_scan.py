@@ -38,10 +38,10 @@ from support.merging import State, by_reference, load, merged, solved, stored, w
 from support.pages import DOCS, filled
 
 from mergekit_slta.errors import first_line
-from mergekit_slta.featcal.groups import groups_by_layer, in_words
+from mergekit_slta.featcal.groups import find_groups, in_words
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import Role, linear_maps, tensor_roles, turned
-from mergekit_slta.layers.trace import trace
+from mergekit_slta.layers.trace import of_each_layer, trace
 from mergekit_slta.models.checkpoint import weighted_sum
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.slta.statistics import Statistics
@@ -308,7 +308,7 @@ def _trace_all(row: Row, decoder: Decoder) -> None:
     row.works["featcal"] = TRACED
     if not _solves_most(decoder):
         row.in_part.append("featcal")
-        kept = dict.fromkeys(in_words(maps.unsolved) for maps in groups_by_layer(decoder) if maps.unsolved)
+        kept = dict.fromkeys(in_words(maps.unsolved) for maps in of_each_layer(decoder, find_groups) if maps.unsolved)
         row.reasons.append(f"{FEATCAL}: {'; '.join(kept)}.")
 
 

@@ -29,12 +29,12 @@ from mergekit_slta.engine import loop
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
-from mergekit_slta.featcal.groups import groups_by_layer
+from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.featcal.merge import FeatureMerge
 from mergekit_slta.featcal.solution import SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import tail_problem, trace, trace_model
+from mergekit_slta.layers.trace import of_each_layer, tail_problem, trace, trace_model
 from mergekit_slta.models import headers
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.layout import Layout
@@ -539,7 +539,6 @@ def feature_merge(
     tasks: Any = None,
     device: str = "cpu",
     batch_tokens: int = 0,
-    keep_weight: float = 0.0,
     **arguments: Any,
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
@@ -550,13 +549,14 @@ def feature_merge(
     decoder, partial = trace(family.config, device=device), Partial(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
-    anchor = ActmatAnchor(models, decoder, [1.0] * len(family.experts) + [keep_weight] * bool(keep_weight))
+    anchor = ActmatAnchor(models, decoder, [1.0] * len(family.experts))
     tasks = tasks or family.token_ids()
     weights = [torch.ones(len(row)) for samples in tasks for row in samples]
     head = None if tail_problem(decoder) else decoder.head
     arguments = {"ridge": 0.1, "head": head, "token_weights": weights} | arguments
     with batches_of(batch_tokens):
-        FeatureMerge(decoder, models, tasks, Ranks(), anchor, partial=partial, **arguments).solve()
+        merge = FeatureMerge(decoder, models, tasks, Ranks(), anchor, partial=partial, **arguments)
+        partial.write(None, loop.pass_layers(merge, partial=partial))
     return SolvedModel(decoder, partial, own_layout(decoder))
 
 
@@ -567,7 +567,7 @@ def own_layout(decoder: Decoder) -> Layout:
 
 def solved_in_layers(decoder: Decoder) -> set[str]:
     """The tensors of the layers that a feature merge solves, by the model's names."""
-    layers = enumerate(groups_by_layer(decoder))
+    layers = enumerate(of_each_layer(decoder, find_groups))
     maps = [(decoder.layer_tensors[at], m) for at, own in layers for group in own.groups for m in group.maps]
     return {names[key] for names, m in maps for key in (m.weight, m.bias) if key}
 
