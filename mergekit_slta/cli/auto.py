@@ -77,7 +77,7 @@ class Plan:
     ) -> None:
         require_sources(MERGE, len(experts), len(calibration))
         if not keep_base and len(experts) == 1:
-            raise SltaError("--no-keep-base merges several experts: with one, leave it out, or copy the expert.")
+            raise SltaError("--no-keep-base needs several experts: for one, leave the option out, or copy the expert.")
         if not keep_base and len(calibration) > len(experts):
             raise SltaError("--no-keep-base leaves no use for the base model's --calibration: leave one of them out.")
         base, *experts = (re.sub(r"/+(?=\+|$)", "", name) for name in (base, *experts))  # as a shell completes folders
@@ -151,8 +151,8 @@ class Plan:
         asked = [task.reference for task in experiment.recipe.tasks if task.calibration in written]
         if asked:
             most = max(asking(experiment, model) for model in asked)
-            yield f"Before that, a whole model answers prompts, in about {as_size(most)} of memory."
-        yield f"For the comparison: {as_size(taken.merged * (len(self.merges) - 1))} more of disk, until it is scored"
+            yield f"First, the models answer the prompts, each loaded whole, in up to {as_size(most)} of memory."
+        yield f"Comparison: {as_size(taken.merged * (len(self.merges) - 1))} more disk space until it is done"
 
 
 class Run:
@@ -208,9 +208,7 @@ class Run:
         files.write(self._steps, json.dumps(self._marks, indent=1).encode())
 
     def _set_aside(self, file: Path) -> None:
-        olds = (Path(f"{file}.old{number}") for number in ("", *range(2, 1000)))
-        old = file.replace(next(old for old in olds if not old.exists()))
-        self.say(f"{file} is written anew; the earlier one is now {old}.")
+        self.say(f"{file} is written anew; the earlier one is now {files.set_aside(file)}.")
 
     def say(self, line: str, quiet: bool = False) -> None:
         """Add a line to the log, and print it unless ``quiet``."""
@@ -271,10 +269,17 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     ahead, error = lead(every, MERGE, rival) if rival else (1.0, 0.0)
     better, lines = ahead > error, [*comparison.lacking, *(_sentence(title, task) for title, task in tasks.items())]
     if BASE not in [*tasks, *comparison.unscored]:
-        lines.append("What it retains of the base model was not measured: there were no prompts for that.")
+        lines.append("What the merge keeps of the base model was not measured, because no prompts were given for it.")
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"no better than {rival}"
         lines.append(f"{MERGE} is {words} by more than chance (on average {ahead:+.2f} ± {error:.2f}).")
+    scored = [
+        (title, task.scores[own_model(title)], task.scores[MERGE]) for title, task in tasks.items() if task.scores
+    ]
+    if endless := [title for title, own, merge in scored if (merge.ended or 0) < ENOUGH * (own.ended or 0)]:
+        lines.append(
+            f"{MERGE} often goes on after its answer, where the task's own model stops: {enumerated(endless)}."
+        )
     if plan.answers:
         lines.append(
             "The models answered general prompts, which say little about a narrow task; prompts of the task itself "
@@ -292,7 +297,7 @@ def _sentence(title: str, task: TaskComparison) -> str:
     counts = task.short_answers >= FEW  # tokens of one answer are not independent
     of = f"{number} short answers" if counts else f"tokens of {number} answers"
     known = f"({f'{low} to {high}; ' * counts}{own} {as_score(task.mean(own))})"
-    return f"{MERGE} gives, of the {of} of {'the ' * (title == BASE)}{title}: {as_score(share)} {known}."
+    return f"{MERGE} gives {as_score(share)} of the {of} of {'the ' * (title == BASE)}{title} {known}."
 
 
 def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[float, float]:
@@ -301,7 +306,7 @@ def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[floa
     # With the largest difference once more in each direction, or few prompts would seem to decide (Bonett and Price).
     wider = [[*pair, most, -most] for pair in pairs for most in [max(map(abs, pair))]]
     error = sum(variance(pair) / len(pair) for pair in wider) ** 0.5 / len(pairs)
-    return fmean(map(fmean, pairs)), Z * error
+    return fmean(map(fmean, wider)), Z * error
 
 
 def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
@@ -310,7 +315,7 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
         ahead, error = lead([tasks[title]], own_model(title), BASE)
         if ahead <= error:
             why = "which is no better than the base model by more than chance"
-            return f"leave {title} out, {why}, or give more of its prompts: the same command without it, or with them"
+            return f"leave {title} out, {why}, or give it more prompts; then run the command again with that change"
     publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
     if best != MERGE:
         return f"take {best}, since {MERGE} is not better by more than chance: {publish} (or give more prompts)"
@@ -318,12 +323,12 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
         return f"publish it, since it gives {ENOUGH} or more of what each task's own model gives: {publish}"
-    edit = f"in {plan.recipes[MERGE].output}, and give the same command again"
+    edit = f"in {plan.recipes[MERGE].output}, and run the same command again"
     if weakest == BASE:
-        why = f"since the merge gives less than {ENOUGH} of what it gives"
-        return f"count the base model's prompts more, {why}: double its 'weight' {edit}"
+        why = f"since the merge gives less than {ENOUGH} of what the base model gives on them"
+        return f"count the base model's prompts more, {why}: double the base model's 'weight' {edit}"
     if general := [expert for expert in plan.experts if expert in plan.answers]:
         words = ["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl", *plan.options]
         answered = shlex.join(words)
-        return f"write 60 questions of each expert's task, let it answer them, and give --calibration: {answered}"
+        return f"write 60 questions of each expert's task, and pass the expert's answers to --calibration: {answered}"
     return f"calibrate with more prompts, where a file has them: double 'samples' {edit}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -32,13 +32,10 @@ from mergekit_slta.cli.options import (
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible
-from mergekit_slta.recipe.new import METHODS, new_recipe
+from mergekit_slta.recipe.new import ADAPTER_OPTION, METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
 INTERRUPTED = 130  # what shells report of a program that Ctrl-C has ended
-
-if TYPE_CHECKING:
-    from mergekit_slta.slta.statistics import Solution
 
 
 class _Commands(click.Group):
@@ -72,10 +69,10 @@ def main() -> None:
     option; 3 if only the machine or the network fails (disk, memory, device, the Hub), so that the same command may
     succeed later or elsewhere; and 130 after Ctrl-C.
 
-    With --json, a command writes, even if it fails, its name (`command`), its `exit_code`, the `problems` in a sentence
-    each, and what it has found: `check`, `verify`, `evaluate` and `publish` by the names of the Python function's
-    result; `merge` the folder `out` and its `manifest`; `auto` the verdict's `lines` and the `best` merge, or with
-    --dry-run the plan's `lines`. `solve` writes its result alone.
+    With --json, a command writes a JSON object, even if it fails: its name (`command`), its `exit_code`, the `problems`
+    in a sentence each, and its result. For `check`, `verify`, `evaluate` and `publish`, this is what the Python
+    function returns; for `merge`, the folder `out` and its `manifest`; for `auto`, the verdict's `lines` and the
+    `best` merge, or with --dry-run the plan's `lines`. `solve` writes nothing but its result.
     """
 
 
@@ -233,7 +230,7 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 
     path = stats.expanduser()
     merge_options = applied(options)
-    with joined() as ranks, interruptible("resumes after the finished layers"):
+    with joined(merge_options["device"]) as ranks, interruptible("resumes after the finished layers"):
         with ranks.one_refusal():
             loaded = Recipe.load(recipe).with_statistics(str(path), *levels[:1])
         experiment = sound_experiment(loaded, ranks, **merge_options)
@@ -319,29 +316,14 @@ def solve(
     if recipe_file:
         base = measured.info.base_model
         names = {base: base} | known_names(solution.models, all_models)
-        option = _write_recipe(solution, recipe_file, base, names, **options)
+        renamed = dict(_assignment(entry, names, "--model") for entry in options.pop("paths"))
+        options["tokenizer_source"] = names.get(source := options.pop("tokenizer_source"), source)
+        stored = {name: path for name, path in renamed.items() if name in (base, *solution.models)}
+        solution.save_recipe(recipe_file, models=stored, **options)
+        adapted = any("+" in renamed.get(name, name) for name in (base, *solution.models))
+        option = f"{ADAPTER_OPTION} --lora-merge-dtype float32" * adapted  # which mergekit alone has to be told
         done = f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'."
         click.echo(done, err=json_file == "-")
-
-
-def _write_recipe(
-    solution: Solution,
-    file: str,
-    base: str,
-    names: Mapping[str, str],
-    paths: Sequence[str],
-    tokenizer_source: str,
-    **more: Any,
-) -> str:
-    """Write a plain recipe and return the option that mergekit-yaml needs to run it, if any."""
-    from mergekit_slta.recipe.new import ADAPTER_OPTION
-
-    used = (base, *solution.models)
-    renamed = dict(_assignment(entry, names, "--model") for entry in paths)
-    models = {name: path for name, path in renamed.items() if name in used}
-    solution.save_recipe(file, models=models, tokenizer_source=names.get(tokenizer_source, tokenizer_source), **more)
-    option = ADAPTER_OPTION * any("+" in renamed.get(name, name) for name in used)
-    return option and f"{option} --lora-merge-dtype float32"  # which mergekit without this plugin needs to be told
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
@@ -356,13 +338,14 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) 
     used. The first table ranks the models by accuracy, by task and on average. Accuracy is the share of prompts that a
     model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count, and where
     fewer than 20 count, accuracy ranks no model. "lost" counts the right answers that the task's expert gives and the
-    model does not, "gained" the reverse. On the base model's prompts, the base model is compared with in place of the
-    expert, and accuracy counts only the answers that it gives.
+    model does not, "gained" the reverse. On the base model's prompts, the base model takes the place of the expert, and
+    only the answers that it gives count for the accuracy.
 
     The other tables cover answers of any length: the share of their tokens that a model finds the likeliest (token
-    accuracy), how many of them a model ends, their likelihood, where 1 is as good as the task's expert and 0 as the
-    base model (gain kept), and the negative log-likelihood per token (loss; lower is better). On the base model's
-    prompts, the gain is 1 for the base model and 0 for the experts' mean. Where no answer is known, all tokens count.
+    accuracy), the share of them after which it stops (ended), their likelihood on a scale from the base model (0) to
+    the task's expert (1) (gain kept), and the negative log-likelihood per token (loss; lower is better). On the base
+    model's prompts, the gain is 1 for the base model and 0 for the experts' mean. Where no answer is known, all tokens
+    count.
 
     The exit code is 1 if a task has no prompt to score.
 
@@ -406,7 +389,7 @@ def linearity(
     from mergekit_slta.reports.linearity import verdict, write_linearity
 
     merge_options = applied(options)
-    with joined() as ranks, interruptible("starts over"):
+    with joined(merge_options["device"]) as ranks, interruptible("starts over"):
         experiment = sound_experiment(recipe, ranks, **merge_options)
         if ranks.first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -456,7 +439,7 @@ def merge(recipe: Path, out: str, **options: Any) -> Result | None:
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
-    with joined() as ranks:
+    with joined(merge_options["device"]) as ranks:
         with ranks.one_refusal():
             loaded = Recipe.load(recipe)
         folder = merge_models(loaded, out, **merge_options)
@@ -470,9 +453,9 @@ def merge(recipe: Path, out: str, **options: Any) -> Result | None:
 def verify(recipe: Path, out: Path, **options: Any) -> Result:
     """Re-read the merged model in OUT tensor by tensor, and check that programs can use it.
 
-    The tensors must have the names, shapes, types and values that the merge's manifest tells of; edits of a few values
-    do not show. The values must be finite, and transformers must load them all. The command lists the base model's
-    files that OUT lacks. It needs the experts only where they have other names than in the merge.
+    The tensors must have the names, shapes, types and values that the merge's manifest records; an edit of a few values
+    may go unnoticed. The values must be finite, and transformers must load all tensors. The command lists the base
+    model's files that OUT lacks. It opens the experts only if RECIPE names them otherwise than the merge's recipe did.
     """
     from mergekit_slta.output.verify import verify as verify_merge
 

@@ -132,13 +132,13 @@ class Comparison(Paragraphs):
         if any(task.short_answers for task in tasks.values()):
             yield (
                 f"Accuracy: the share of n answers (of at most {SHORT_ANSWER} tokens) that a model gives exactly, with "
-                f"a 95 % interval; fewer than {FEW} are too few for it and for the average. Lost: answers "
+                f"a 95 % interval; with n below {FEW}, a task has no interval and is not in the average. Lost: answers "
                 "that the task's expert gives and the model does not. Gained: the reverse"
             )
             yield table(_with_interval, "lost", "gained", titles=titles)
         yield (
-            "Token accuracy: the share of the answers' tokens that a model finds the likeliest after those before; it "
-            "counts answers of any length"
+            "Token accuracy: how often the next token of an answer is the one that the model finds the likeliest, for "
+            "answers of any length"
         )
         yield table(lambda score: as_score(score.token_accuracy))
         if any(mean.ended not in (None, 1) for mean in ranking.values()):
@@ -169,7 +169,7 @@ class Comparison(Paragraphs):
                 yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
         tasks = self.tasks
         experts = {name: task for name, task in tasks.items() if name != BASE}
-        if long := [name for name, task in tasks.items() if task.answers and not task.short_answers]:
+        if long := [name for name, task in experts.items() if task.answers and not task.short_answers]:
             yield f"No accuracy on {', '.join(long)}: all answers have more than {SHORT_ANSWER} tokens."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
             yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."

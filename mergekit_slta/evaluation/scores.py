@@ -127,7 +127,7 @@ class _Scoring(LayerMethod[dict[int, Score]]):
         predicting = [hidden[row, sample.begin - 1 : sample.end] for row, sample in enumerate(samples)]
         # What is after the last token is not predicted.
         wanted = torch.tensor([token for s in samples for token in (*s.token_ids[s.begin : s.end], 0)])
-        width = min(hidden.shape[1], LOGIT_POSITIONS)  # no more positions than the model has
+        width = min(len(wanted), hidden.shape[1], LOGIT_POSITIONS)  # no more positions than the model has
         rest, losses, likeliest = -len(wanted) % width, list[torch.Tensor](), list[torch.Tensor]()
         states = torch.cat([*predicting, hidden.new_zeros(rest, *hidden.shape[2:])]).unflatten(0, (-1, width))
         tokens, several = torch.nn.functional.pad(wanted, (0, rest)).view(-1, width), LOGIT_POSITIONS // width

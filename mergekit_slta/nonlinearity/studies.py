@@ -1,4 +1,4 @@
-"""How linear models and their submodules are in their weights (arXiv 2504.10902: 2.2, 2.3, A.1.1, A.2 and A.5.9).
+"""How far models and submodules are from linear in their weights (arXiv 2504.10902: 2.2, 2.3, A.1.1, A.2 and A.5.9).
 
 Every score is computed from Gram matrices of feature deltas: those of points on the way from the base model to an
 expert, or those of merges and their experts.

@@ -77,7 +77,7 @@ def _facts(solution: Solution) -> dict[str, str]:
         )
     if info.keep is not None:
         facts["Base model's task"] = f"{info.keep.source}, weight {plain_number(solution.keep_weight)}"
-    balanced = "every prompt counts the same" if solution.balance else "long prompts and large changes count more"
+    balanced = "an expert's prompts count the same" if solution.balance else "long prompts and large changes count more"
     facts["Solved with"] = f"{balanced}, ridge {plain_number(solution.ridge)}"
     if solution.task_weights:
         facts["Solved with"] += f", task weights {', '.join(map(plain_number, solution.task_weights))}"

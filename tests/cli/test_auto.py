@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
 from mergekit_slta.errors import SltaError
-from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison
+from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore
 from mergekit_slta.words import as_score
 
 
@@ -52,8 +53,9 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
     for title, task in tasks.items():  # what the verdict says is what `evaluate` says
         score, own = task["scores"]["featcal"], task["scores"][f"expert {title}"]
         shares = [as_score(share) for share in (score["accuracy"], score["accuracy_low"], score["accuracy_high"])]
-        said = "{} ({} to {}; expert {title} {})".format(*shares, as_score(own["accuracy"]), title=title)
-        assert f"featcal gives, of the {task['short_answers']} short answers of {title}: {said}." in first.stdout
+        said = "{} to {}; expert {title} {}".format(*shares[1:], as_score(own["accuracy"]), title=title)
+        of = f"{shares[0]} of the {task['short_answers']} short answers of {title}"
+        assert f"featcal gives {of} ({said})." in first.stdout
 
     made = stamps(Path("out"))
     again = run(*words)
@@ -167,7 +169,7 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     assert "files that `auto` has not written" in run(*others, code=1).stderr
     with pytest.raises(SltaError, match="--calibration is given 2 times"):
         auto.Plan("base", ["a", "b", "c"], Path("out"), ["a.jsonl", "b.jsonl"])
-    with pytest.raises(SltaError, match="with one, leave it out, or copy the expert"):
+    with pytest.raises(SltaError, match="for one, leave the option out, or copy the expert"):
         auto.Plan("base", ["a"], Path("out"), keep_base=False)
     with pytest.raises(SltaError, match="no use for the base model's --calibration"):
         auto.Plan("base", ["a", "b"], Path("out"), ["a.jsonl", "b.jsonl", "base.jsonl"], keep_base=False)
@@ -188,7 +190,7 @@ def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(
     recipe.write_text(recipe.read_text().replace(line, f"{line}\n      template: '{{q}}{{a}}'"))
     edited = recipe.read_text()
     assert "none.jsonl' does not exist" in run(*wrong, code=1).stderr and recipe.read_text() == edited
-    assert "featcal gives, of the" in run(*words).stdout
+    assert "short answers of sums" in run(*words).stdout
 
 
 def test_a_misspelt_model_leaves_a_folder_that_the_right_name_takes(models: family.Family) -> None:
@@ -249,14 +251,27 @@ def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
     assert judged().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
-    assert "double its 'weight' in out/recipes/featcal.yml" in judged(keep=0.5)
+    assert "double the base model's 'weight' in out/recipes/featcal.yml" in judged(keep=0.5)
     assert "double 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())
+
+
+def test_a_merge_that_goes_on_after_its_answers_is_named() -> None:
+    score = TaskScore(1.0, 0.9, 1.0, 0, 0, 1.0, 1.0, 1.0, 0.0)
+    tasks = {name: compared({"expert " + name: [1.0], "base model": [0.0], "featcal": [1.0]}) for name in "ab"}
+    for name, task in tasks.items():
+        task.scores.update({"expert " + name: score, "featcal": replace(score, ended=0.8 if name == "b" else 0.95)})
+    lines = auto.verdict(Comparison(tasks), auto.Plan("base", ["a", "b"], Path("out"), ("a.jsonl", "b.jsonl"))).lines
+    assert "featcal often goes on after its answer, where the task's own model stops: b." in lines
 
 
 def test_a_lead_is_of_paired_prompts() -> None:
     """Ten prompts of forty that only one model answers, and for the interval one more that each alone answers."""
     task = compared({"featcal": [1.0] * 30 + [0.0] * 10, "base model": [1.0] * 20 + [0.0] * 20})
     ahead, error = auto.lead([task], "featcal", "base model")
-    assert ahead == 0.25 and error == pytest.approx(auto.Z * ((12 - 100 / 42) / 41 / 42) ** 0.5, abs=IN_FLOAT64)
+    assert ahead == pytest.approx(10 / 42, abs=IN_FLOAT64)
+    assert error == pytest.approx(auto.Z * ((12 - 100 / 42) / 41 / 42) ** 0.5, abs=IN_FLOAT64)
     assert auto.lead([task, task], "featcal", "base model")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)
+    three = [compared({"featcal": [ahead], "base model": [0.0]}) for ahead in (0.1, 0.2, 0.3)]
+    ahead, error = auto.lead(three, "featcal", "base model")
+    assert 0 < ahead < error  # three prompts prove nothing

@@ -329,9 +329,15 @@ def test_a_merged_adapter_computes_what_the_live_one_does(kind: str, base_of: An
     [
         ({"peft_type": "XLORA", "hidden_size": 32, "adapters": {"one": "org/other"}}, "is of the type XLORA"),
         ({"megatron_config": {"any": 1}, "megatron_core": "module"}, "was trained with Megatron's layers"),
+        # These need data, and quantization, to be trained.
+        ({"init_lora_weights": "corda"}, "was trained on weights that 'init_lora_weights: corda' had changed"),
+        (
+            {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+            "was trained on weights that 'init_lora_weights: loftq' had changed",
+        ),
     ],
 )
-def test_an_adapter_whose_configuration_names_models_or_modules_to_load_is_refused(
+def test_an_adapter_whose_configuration_needs_more_than_the_adapter_is_refused(
     entries: dict[str, Any], words: str, base_of: Any, tmp_path: Path
 ) -> None:
     adapter = write_adapter(base := base_of(PLAIN), tmp_path / "adapter", "q_proj")
@@ -348,14 +354,6 @@ def test_an_adapter_that_cannot_be_merged_right_is_refused(kind: str, base_of: A
     with pytest.raises(SltaError) as error:
         examined(base, tmp_path / "adapter")
     assert f"The adapter {tmp_path / 'adapter'} " in error.value.message and words in error.value.message
-
-
-@pytest.mark.parametrize("start", ["corda", "loftq"])  # which need data, and quantization, to be trained
-def test_an_adapter_of_changed_weights_is_refused(start: str, base_of: Any, tmp_path: Path) -> None:
-    trained(base := base_of(PLAIN), lora(), tmp_path / "adapter")
-    edit(tmp_path / "adapter", init_lora_weights=start, loftq_config={"loftq_bits": 4})
-    with pytest.raises(SltaError, match=f"was trained on weights that 'init_lora_weights: {start}' had changed"):
-        examined(base, tmp_path / "adapter")
 
 
 def test_a_model_beside_an_adapter_runs_without_it_or_not_at_all(llama: Family, tmp_path: Path) -> None:

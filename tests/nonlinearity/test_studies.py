@@ -18,12 +18,8 @@ from mergekit_slta.nonlinearity.result import Value, pool_values
 from mergekit_slta.nonlinearity.studies import linearity, merge_study, path_study, plan_studies
 
 
-def random_features(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
 def test_pooled_values_are_those_of_all_numbers() -> None:
-    parts = [random_features(4), random_features(9) + 2, torch.full((2,), math.nan).double()]
+    parts = [torch.randn(4).double(), torch.randn(9).double() + 2, torch.full((2,), math.nan).double()]
     everything = torch.cat(parts[:2])
     found = pool_values([Value.of(part) for part in parts])
     assert found.n == 13

@@ -15,7 +15,7 @@ from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.merge import DRAWS, SCALE, report, report_page
 from mergekit_slta.slta.solver import pooled
-from mergekit_slta.slta.statistics import Solution, Statistics
+from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
 from mergekit_slta.words import as_score
 
@@ -96,16 +96,12 @@ def test_one_expert_and_one_sample(tmp_path: Path) -> None:
     assert report(statistics, tmp_path).is_file()
 
 
-def intervals(solution: Solution) -> torch.Tensor:
-    """The ends [2, S, T] of the 90 % intervals."""
-    return torch.stack(list(solution.bootstrap(DRAWS).intervals(0.9).values()), 1)
-
-
 @pytest.mark.parametrize("samples", [1, 4])
 def test_the_weights_stand_with_their_intervals(samples: int) -> None:
     """One sample per task gives no bootstrap interval."""
     solution = synthetic.statistics(levels=["attn_mlp"], samples=samples).solve()
-    chart, ends = report_page(solution).charts[1], intervals(solution)
+    chart = report_page(solution).charts[1]
+    ends = torch.stack(list(solution.bootstrap(DRAWS).intervals(0.9).values()), 1)  # [2, S, T]
     weights, low, high = (as_score(float(values[0, 0])) for values in (solution.alpha["layer.0.attn"][None], *ends))
     assert chart.table.rows[0][1] == (f"{weights} ({low}–{high})" if samples > 1 else weights)
 
