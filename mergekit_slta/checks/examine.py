@@ -16,7 +16,6 @@ from typing import Any, Unpack
 
 import huggingface_hub
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-from mergekit.config import MergeConfiguration
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.checks import models, space, tokenizers
@@ -38,7 +37,6 @@ from mergekit_slta.recipe.settings import (
     base_parameters,
     has_adapters,
 )
-from mergekit_slta.recipe.text import parameter_tables
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.submodules import fallbacks
@@ -258,7 +256,6 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"'{settings.method}' ignores {', '.join(parameters)} of the base model under 'models': "
             "only 'featcal' and 'slta' keep the base model's abilities."
         )
-    yield from dict.fromkeys(_idle_filters(config, base.tensors))
     for expert in experts:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(expert, experiment.options.transformers_cache)
@@ -302,16 +299,6 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "
             f"{config.out_dtype or dtype}'."
         )
-
-
-def _idle_filters(config: MergeConfiguration, names: Collection[str]) -> Iterator[str]:
-    """Filters that choose no tensor's value; mergekit takes the first that is part of the tensor's name."""
-    for name, setting in (item for _, table, _ in parameter_tables(config) for item in table.items()):
-        values = setting if isinstance(setting, list) else [setting]
-        filters = [getattr(value, "filter", None) or "*" for value in values]
-        chosen = {next((text for text in filters if text == "*" or text in tensor), "*") for tensor in names}
-        for text in sorted({*filters} - {"*", *chosen}):
-            yield f"The filter '{text}' of '{name}' has no effect: no tensor is left that has it in its name."
 
 
 def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:

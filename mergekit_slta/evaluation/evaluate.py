@@ -86,17 +86,24 @@ class Comparison(Paragraphs):
         """Each model's means over the tasks where they are defined: the most accurate first, then the most gain kept.
 
         Lost and gained answers are summed. Where a task has few short answers, the gain kept decides alone, and the
-        mean accuracy is without that task.
+        mean accuracy is without that task. Of the gain kept, a task counts by the gain: a share of next to nothing is
+        mostly chance.
         """
         tasks = list(self.tasks.values())
+        limits = [
+            _limits(title, {name: s.loss for name, s in task.scores.items()}) for title, task in self.tasks.items()
+        ]
         by_answers = all(task.short_answers >= FEW for task in tasks)
         means = {}
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
             accuracy = _mean(task.scores[name].accuracy for task in tasks if task.short_answers >= FEW)
             sums: dict[str, Any] = {of: sum(getattr(score, of) for score in scores) for of in ("lost", "gained")}
-            others = ("ended", "token_accuracy", "gain_kept", "loss")
+            others = ("ended", "token_accuracy", "loss")
             averages: dict[str, Any] = {of: _mean(getattr(score, of) for score in scores) for of in others}
+            gains = [worse - better for worse, better in limits if worse > better]
+            kept = [worse - score.loss for (worse, better), score in zip(limits, scores, strict=True) if worse > better]
+            averages["gain_kept"] = sum(kept) / sum(gains) if gains else None
             means[name] = TaskScore(accuracy, None, None, **sums, **averages)
 
         def rank(name: str) -> tuple[float, ...]:
@@ -147,7 +154,7 @@ class Comparison(Paragraphs):
         if any(mean.gain_kept is not None for mean in ranking.values()):
             yield (
                 "Gain kept: the share of the expert's gain in likelihood (0 = base model, 1 = expert, below 0 = "
-                "worse than the base model); accuracy may differ"
+                "worse than the base model); the average counts a task by its expert's gain; accuracy may differ"
             )
             yield table(lambda score: as_score(score.gain_kept))
         yield "Loss: negative log-likelihood per token of the answers (of all tokens without one); lower is better"
@@ -323,10 +330,7 @@ def _task(
     tokens = sum(sample.length for sample in group)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
-    worse, better = losses[BASE], losses[own_model(title)]
-    if title == BASE:
-        experts = [loss for name, loss in losses.items() if name.startswith(own_model(""))]
-        worse = sum(experts) / len(experts)
+    worse, better = _limits(title, losses)
     short = {index for index, sample in enumerate(group) if sample.whole and sample.length <= SHORT_ANSWER}
     ends = {index: sample.end_token for index, sample in enumerate(group) if sample.end_token in special}
     right = {name: [*map(Score.right, of_records, group)] for name, of_records in scores.items()}
@@ -358,6 +362,15 @@ def _task(
         for name, counts in right.items()
     }
     return TaskComparison(model, len(group), answers, len(short), len(ends), tokens, results, points)
+
+
+def _limits(title: str, losses: Mapping[str, float]) -> tuple[float, float]:
+    """The losses of a task at which the gain kept is 0, the base model's, and 1, the expert's, by the models' losses.
+
+    On the base model's own task, they are the experts' mean and the base model's.
+    """
+    experts = [loss for name, loss in losses.items() if name.startswith(own_model(""))]
+    return fmean(experts) if title == BASE else losses[BASE], losses[own_model(title)]
 
 
 def interval(share: float, number: int) -> tuple[float, float]:

@@ -541,10 +541,6 @@ OTHERS: Rows = [
 ]
 
 
-def filtered(filters: Any) -> Edit:
-    return lambda case: case.use("sftm", density=[{"filter": own, "value": 0.5} for own in filters])
-
-
 def short(value: object) -> str:
     return value[:60] if isinstance(value, str) else ""
 
@@ -671,11 +667,6 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
         (labelled, "The configuration of the expert EXPERT differs from that of the base model BASE in id2label: the "),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
-        *((filtered(own), "") for own in (["mlp", "*"], ["layers.1.", "layers", None])),
-        *(
-            (filtered(own), f"The filter '{own[1]}' of 'density' has no effect: ")
-            for own in (["mlp", r"q_proj.*"], ["mlp", "self_atn", None], [None, "mlp"], ["mlp", "down_proj"])
-        ),
         (lambda c: c.of("bloom").use("featcal"), "No map corrects what earlier layers have missed in the layers 0"),
         (
             lambda c: c.use("actmat").adapt(c.lora("q_proj")),

@@ -279,6 +279,16 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     assert written["tasks"]["code"]["scores"]["a"]["gain_kept"] is None
 
 
+def test_a_task_counts_in_the_mean_gain_by_its_experts_gain() -> None:
+    """Of the second task, nothing can be kept: a thousandth of a nat."""
+    expert = ("expert a", None, 1.0, 2.0)
+    of_a = scores_of(("base model", None, 0.0, 3.0), expert, ("expert b", None, 0.0, 3.0), ("merge", None, 0.5, 2.5))
+    of_b = scores_of(("base model", None, 0.0, 2.001), expert, ("expert b", None, 1.0, 2.0), ("merge", None, -9, 2.01))
+    tasks = {"a": TaskComparison("a", 9, 9, 0, 0, 9, of_a), "b": TaskComparison("b", 9, 9, 0, 0, 9, of_b)}
+    found = Comparison(tasks)
+    assert found.ranking["merge"].gain_kept == pytest.approx((0.5 - 0.009) / 1.001, abs=IN_FLOAT64)
+
+
 def test_few_short_answers_rank_no_model_and_are_no_part_of_its_mean() -> None:
     found = compared(few=True)
     lines = [" ".join(line.split()) for line in str(found).splitlines()]
