@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 import yaml
+from huggingface_hub import snapshot_download
 from mergekit import card, merge
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelPath, ModelReference
@@ -32,7 +33,9 @@ from mergekit.options import MergeOptions, PrettyPrintHelp
 from mergekit.tokenizer import build
 from transformers import AutoConfig
 
+from mergekit_slta.errors import MachineError
 from mergekit_slta.host.run import METHODS, register, run
+from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import model_inputs
@@ -93,6 +96,26 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
     mergekit names the folder by the two paths, and so reuses a stale one when the adapter has been trained again.
     """
     return merge_adapter(self, *arguments, **named) if self.lora else self
+
+
+@replaces(ModelReference, "local_path", "self", "cache_dir", "ignore_lora")
+def local_path(
+    stock: Callable[..., str], self: ModelReference, cache_dir: str | None = None, ignore_lora: bool = False
+) -> str:
+    """Take a downloaded model where the Hub cannot be reached.
+
+    mergekit asks the Hub for a list of the model's files whenever it needs its folder, also when all is merged.
+    """
+    try:
+        return stock(self, cache_dir, ignore_lora)
+    except hub.HUB_ERRORS as error:
+        if not isinstance(hub.refused("", error), MachineError):
+            raise
+        model = self.model
+        folder = snapshot_download(model.path, revision=model.revision, cache_dir=cache_dir, local_files_only=True)
+        if not any(Path(folder).glob(f"*{ending}") for ending in (".safetensors", ".bin")):
+            raise
+        return folder
 
 
 @replaces(merge, "get_architecture_info", "config", "options")

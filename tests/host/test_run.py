@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -122,6 +123,23 @@ def test_the_token_ids_of_a_model_that_is_downloaded_are_compared_before_it_is_m
         with pytest.raises(SltaError, match="have different ids for 2 tokens"):
             families.merge(content, tmp_path / "out")
     assert not [*(tmp_path / "out").glob("*")]
+
+
+def test_a_downloaded_model_is_merged_without_a_network(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a download, the sentence says what is missing."""
+    content = families.recipe(llama, "actmat", calibration=False)
+    for number, (entry, folder) in enumerate(zip(content["models"], llama.experts, strict=True)):
+        shutil.copytree(folder, tmp_path / "hub" / "org" / str(number))
+        entry["model"] = f"org/{number}"
+    with serve(tmp_path / "hub", tmp_path / "cache"):
+        online = families.merge(content, tmp_path / "online")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        assert same_tensors(stored(online), stored(families.merge(content, tmp_path / "offline")))
+        shutil.rmtree(tmp_path / "cache" / "models--org--1")
+        with pytest.raises(SltaError, match="org/1 cannot be used: .* the Hub cannot be reached"):
+            families.merge(content, tmp_path / "out")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
