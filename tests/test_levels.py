@@ -6,7 +6,7 @@ import pytest
 from support import families
 
 from mergekit_slta.levels import LEVELS, of_level, place_of
-from mergekit_slta.slta.submodules import submodules
+from mergekit_slta.slta.weights import submodules
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "lfm2", "mamba", "zamba2"])

@@ -39,7 +39,7 @@ from mergekit_slta.recipe.settings import (
 )
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
-from mergekit_slta.slta.submodules import fallbacks
+from mergekit_slta.slta.weights import fallbacks
 from mergekit_slta.words import counted, listed
 
 HALF = ("bfloat16", "float16")

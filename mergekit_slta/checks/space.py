@@ -30,7 +30,7 @@ from mergekit_slta.recipe.settings import (
     SltaSettings,
 )
 from mergekit_slta.sftm import superpose
-from mergekit_slta.slta.calibrate import calibration_bytes
+from mergekit_slta.slta.grams import calibration_bytes
 from mergekit_slta.tables import as_size
 
 

@@ -17,7 +17,7 @@ from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.models.checkpoint import Blend, Source, Tensors, blend
 from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
-from mergekit_slta.slta.submodules import layer_parts
+from mergekit_slta.slta.weights import layer_parts
 
 BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
 BETWEEN = "a model between the base model and the experts"

@@ -27,7 +27,7 @@ from mergekit_slta.nonlinearity.interpolation import Grams, Interpolation
 from mergekit_slta.nonlinearity.result import Linearity, Value
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import RecipeOrFile, published_names, require_calibration
-from mergekit_slta.slta.submodules import submodules
+from mergekit_slta.slta.weights import submodules
 
 DEFAULT_LEVELS = ("model", "layer", "attn_mlp")
 STEPS = 10

@@ -1,1 +1,1 @@
-"""Submodule Linearity for Task Arithmetic: from feature deltas to merging weights. Begin with calibrate.py."""
+"""Submodule Linearity for Task Arithmetic: from feature deltas to merging weights. Begin with grams.py."""

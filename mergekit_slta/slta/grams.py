@@ -1,7 +1,17 @@
-"""The Gram matrices of feature deltas: of one decoder layer's submodules on one batch, and of the logits.
+"""The Gram matrices of feature deltas, how much each expert changes each submodule's features (arXiv 2504.10902).
 
-Eq. 14, A.3.3 and A.3.5 of arXiv 2504.10902. Shapes: ``T`` experts, ``B`` samples in a batch, ``S`` positions
-(right-padded), ``D`` feature dimensions.
+Algorithm 1, Eq. 14, A.3.3 and A.3.5. For a submodule with input features x, gathered by running the base model on a
+sample, and expert b:
+
+    Delta_b(x) = f(x; theta_b) - f(x; theta_0)                           the feature delta [S, D], without padding
+    G_x[b, c]  = sum over tokens and dimensions of Delta_b(x) Delta_c(x)     the sample's Gram matrix [T, T] (Eq. 14)
+
+The paper runs the base model through all layers, stores each submodule's inputs, and then goes over the submodules; the
+engine's loop (``engine/loop.py``) does both layer by layer, so that no inputs are stored. Everything after the Gram
+matrices is arithmetic on them (``solver.py``), and ``weights.py`` gives every tensor the weights of its submodule.
+
+Shapes: ``N`` samples of all tasks, ``B`` of them in a batch, ``T`` experts, ``S`` tokens (right-padded), ``D``
+dimensions. Task T may be the base model's.
 """
 
 from __future__ import annotations
@@ -12,20 +22,23 @@ from functools import cached_property
 
 import torch
 
+from mergekit_slta.engine.loop import LayerMethod, Progress
+from mergekit_slta.engine.memory import batch_bytes, batch_shapes, children, edge_bytes, layer_bytes, states_bytes
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.engine.streams import Streams
+from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
 from mergekit_slta.layers.trace import find_heads, find_structure, of_each_layer
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
-from mergekit_slta.models.checkpoint import Tensors
-from mergekit_slta.slta.submodules import layer_parts
+from mergekit_slta.models.checkpoint import Checkpoint, Tensors
+from mergekit_slta.slta.weights import layer_parts
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
 
+BASE = 0  # the base model's stream; at level ``model``, streams 1 to T are the experts'
 WHOLE = "whole"  # the run of a whole layer, beside those of its branches
 # Numbers of each vector whose products are summed in float32: 64 chains of 64 terms are exact to 1e-7 or so.
 IN_FLOAT32 = 4096
@@ -258,3 +271,76 @@ def logit_grams(
             )
             grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
     return grams
+
+
+# All layers
+
+
+def calibration_bytes(decoder: Decoder, models: int, tasks: Tasks, level: str) -> int:
+    """The bytes that it takes to measure so many models, the base model included, at a level."""
+    streams, linear = models if level == "model" else 1, level == "linear"
+    # Of each model the outputs of the layer's children and of a run of each branch, and their change with its parts; of
+    # the last one what is inside the MLP; at level ``linear`` also the changes of all maps.
+    shapes, hidden = batch_shapes(decoder, tasks), (children(decoder) + 4) * models + 1
+    batch = batch_bytes(decoder, shapes, hidden, inner=5 if linear else 3, scores=models + 1)
+    layers = (1 + linear) * layer_bytes(decoder, models) + batch
+    return states_bytes(decoder, tasks, streams) + max(edge_bytes(decoder) * streams, layers)
+
+
+@dataclass
+class Calibration(LayerMethod[Grams]):
+    """The Gram matrix [N, T, T] of every submodule on every calibration sample, rows ordered by task.
+
+    ``models`` are the base model, then the ``T`` experts; the layers so far are in ``grams``.
+    """
+
+    levels: Sequence[str]
+
+    def __post_init__(self) -> None:
+        samples, experts = sum(map(len, self.tasks)), len(self.models) - 1
+        self.shape = samples, experts, experts
+        self.followed = range(len(self.models) if "model" in self.levels else 1)  # a stream for each of these models
+        self.grams: Grams = {}
+
+    def sources(self) -> list[list[Checkpoint]]:
+        """[stream][task]: the model that embeds the samples; level ``model`` also needs each expert's own stream."""
+        return [[self.models[stream]] * len(self.tasks) for stream in self.followed]
+
+    def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
+        """Measure the layer's submodules on every sample, with the base model's inputs."""
+        features = LayerFeatures(self.decoder, layer, tensors, self.levels)
+        measured = {name: torch.zeros(self.shape, dtype=torch.float64) for name in features.names}
+        for number, batch in enumerate(streams.batches):
+            hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)
+            base = features.run_base(hidden, call)
+            for name, grams in features.grams(base, hidden, call, batch.lengths):
+                measured[name][list(batch.rows)] = grams
+            streams.set_output(BASE, number, base.output, base.state)
+            for stream in self.followed[1:]:
+                streams.run_layer(stream, number, tensors[stream])
+            report(len(batch.rows))
+        return self._add(measured)
+
+    def repeat_layer(
+        self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
+    ) -> None:
+        """Take over the Gram matrices of a layer's file, and run the layer without measuring its submodules again."""
+        self.grams |= stored
+        for number, batch in enumerate(streams.batches):
+            for stream in self.followed:
+                streams.run_layer(stream, number, tensors[stream])
+            report(len(batch.rows))
+
+    def finish(self, streams: Streams, report: Progress) -> Grams:
+        """All Gram matrices, those of the model as a whole included."""
+        if "model" in self.levels:
+            edges = [read_edges(self.decoder, model, self.decoder.logit_tensors) for model in self.models]
+            zeros = torch.zeros(self.shape, dtype=torch.float64)
+            self._add({"model": logit_grams(self.decoder, streams, zeros, lambda: edges)})
+        return self.grams
+
+    def _add(self, measured: Grams) -> Grams:
+        """Add the Gram matrices of all ranks' samples."""
+        grams = of_all_ranks(measured, self.ranks, self.models[0], self.models[1:])
+        self.grams |= grams
+        return grams

@@ -24,10 +24,10 @@ from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_names, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
-from mergekit_slta.slta.calibrate import Calibration
+from mergekit_slta.slta.grams import Calibration
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info, resolve_statistics
-from mergekit_slta.slta.submodules import fallbacks
+from mergekit_slta.slta.weights import fallbacks
 from mergekit_slta.words import enumerated
 
 LOG = logging.getLogger(__name__)

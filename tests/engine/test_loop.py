@@ -24,7 +24,7 @@ from mergekit_slta.featcal.merge import FeatureMerge
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.calibrate import Calibration
+from mergekit_slta.slta.grams import Calibration
 from mergekit_slta.slta.measure import measure
 
 Run = Callable[[Recipe, Family], object]

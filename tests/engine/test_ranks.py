@@ -28,7 +28,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.featcal.regression import RIDGES
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.nonlinearity.studies import STEPS
-from mergekit_slta.slta.calibrate import Calibration
+from mergekit_slta.slta.grams import Calibration
 from mergekit_slta.slta.measure import statistics_of
 from mergekit_slta.slta.statistics import Statistics
 

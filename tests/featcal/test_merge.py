@@ -116,7 +116,7 @@ def test_one_expert_and_no_ridge_give_what_that_expert_does(
 
 @pytest.mark.parametrize(
     "architecture",
-    # tests/slta/test_calibrate.py cuts the batches of the others, too.
+    # tests/slta/test_grams_calibration.py cuts the batches of the others, too.
     slow_but(("mixtral", "falcon_alibi"), ("mixtral", "falcon_alibi", "llama4", "granite_moe_hybrid", "gemma4")),
 )
 def test_batches_and_their_padding_do_not_matter(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers import trace
 from mergekit_slta.layers.calls import made_up_layer, random_numbers
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerStructure
-from mergekit_slta.slta.submodules import fallbacks, submodules
+from mergekit_slta.slta.weights import fallbacks, submodules
 
 Part = Callable[[torch.Tensor], torch.Tensor]
 # Given the hidden states, the two branches and a weight of the layer's own, what the layer returns.

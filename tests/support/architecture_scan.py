@@ -45,8 +45,7 @@ from mergekit_slta.layers.trace import of_each_layer, trace
 from mergekit_slta.models.checkpoint import weighted_sum
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.slta.submodules import fallbacks
-from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.slta.weights import TensorWeights, fallbacks
 
 PAGE = "architectures.md"
 # What is tried of each type, and how it is marked.

@@ -40,7 +40,7 @@ from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.slta.calibrate import Calibration
+from mergekit_slta.slta.grams import Calibration
 
 # transformers 5.24's Llama 4 with a vision tower reads this field of its language model's output, which has none.
 setattr(MoeCausalLMOutputWithPast, "image_outputs", None)  # noqa: B010, because mypy knows no such field

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.slta import submodules as of_decoder
+from mergekit_slta.slta import weights as of_decoder
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info

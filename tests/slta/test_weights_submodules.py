@@ -7,7 +7,7 @@ import torch
 from support import families
 from support.architecture_scan import small_decoder
 
-from mergekit_slta.slta.submodules import fallbacks, submodules
+from mergekit_slta.slta.weights import fallbacks, submodules
 
 
 def test_submodules_come_in_the_order_of_the_forward_pass() -> None:

@@ -28,7 +28,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
-from mergekit_slta.slta.calibrate import Calibration
+from mergekit_slta.slta.grams import Calibration
 from mergekit_slta.slta.solver import solve
 
 LEVELS = ("layer", "attn_mlp")

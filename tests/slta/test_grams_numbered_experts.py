@@ -18,10 +18,9 @@ from mergekit_slta.engine.loop import pass_layers
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.nonlinearity.interpolation import Interpolation
-from mergekit_slta.slta.calibrate import Calibration
+from mergekit_slta.slta.grams import Calibration
 from mergekit_slta.slta.solver import solve
-from mergekit_slta.slta.submodules import fallbacks
-from mergekit_slta.slta.weights import TensorWeights
+from mergekit_slta.slta.weights import TensorWeights, fallbacks
 
 
 class Mixture(torch.nn.Module):
