@@ -47,9 +47,9 @@ def pool_values(values: Sequence[Value]) -> Value:
 Metrics = dict[str, dict[str, dict[str, dict[str, Value]]]]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Linearity(Paragraphs):
-    """How linear models and submodules are in their weights; printed, it is a table."""
+    """How far models and submodules are from linear in their weights; printed, it is a table."""
 
     experts: tuple[str, ...]  # their names
     levels: tuple[str, ...]  # that were measured

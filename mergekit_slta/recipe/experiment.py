@@ -347,5 +347,6 @@ def opened(recipe: RecipeOrFile | Experiment, options: Options) -> Experiment:
     """The experiment of a recipe, on a device that can compute; an opened one has its own options."""
     if isinstance(recipe, Experiment):
         return recipe
-    require_device(str(options.get("device", "cpu")))
-    return Experiment(loaded(recipe), **plain(options))
+    experiment = Experiment(loaded(recipe), **plain(options))
+    require_device(experiment.device)
+    return experiment

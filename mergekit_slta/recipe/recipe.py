@@ -96,7 +96,7 @@ class Recipe:
             SltaError: the file cannot be read, is not valid YAML, or is not a mergekit recipe.
         """
         try:
-            text = Path(path).read_bytes().decode()
+            text = Path(path).expanduser().read_bytes().decode()
         except OSError as error:
             raise SltaError(f"{path} cannot be read ({error.strerror}): name a recipe's file.") from error
         except UnicodeDecodeError as error:

@@ -36,7 +36,7 @@ MOST_CONDITION = 100.0
 ILL_CONDITIONED = 1e6
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Statistics(Paragraphs):
     """Per-prompt Gram matrices of every submodule, with the metadata of their measurement."""
 
@@ -469,7 +469,7 @@ class Solution(Paragraphs):
             if name not in known:
                 raise SltaError(f"The statistics hold no model '{name}', only {', '.join(known)}.")
         named = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
-        paths = {name: files.local_name(path) for name, path in named.items()}
+        paths = {name: files.local_name(os.fspath(path)) for name, path in named.items()}
         how = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
         if self.task_weights:
             how += f", task weights {':'.join(map(str, self.task_weights))}"
