@@ -15,10 +15,9 @@ import click
 Result = TypeVar("Result")
 LONGEST = 2000  # characters of a sentence
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# "cublasCreate" and "cusolverDnCreate" fail where another program has filled the GPU.
 _OUT_OF_MEMORY = re.compile(
-    # The last two are what a GPU's libraries say where another program has filled it.
-    "out of memory|(can't|cannot) allocate memory|CPUAllocator|STATUS_ALLOC|cublasCreate|cusolverDnCreate",
-    re.IGNORECASE,
+    "out of memory|(can't|cannot) allocate memory|CPUAllocator|STATUS_ALLOC|(blas|Dn)Create", re.I
 )
 _DISK_FULL = re.compile("no space left|not enough disk space|disk quota exceeded", re.IGNORECASE)
 

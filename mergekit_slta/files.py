@@ -1,4 +1,4 @@
-"""Write files whole or not at all; a merge's files, and which names, paths and versions they may publish; hashes."""
+"""Write files whole or not at all, set them aside, hash them; a merge's own files, and the names that it publishes."""
 
 from __future__ import annotations
 

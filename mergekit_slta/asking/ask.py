@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -39,6 +40,7 @@ from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.layers.attention import use_few_queries
+from mergekit_slta.layers.decoder import without_kernels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -265,7 +267,7 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), without_kernels() if model.device.type == "cpu" else contextlib.nullcontext():
             tokens = model.generate(
                 padded,
                 attention_mask=mask,

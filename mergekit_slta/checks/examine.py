@@ -288,7 +288,6 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     yield from models.outside_the_model(base, *experts)
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
-    yield from tokenizers.lost_tokens(experiment)
     yield from tokenizers.other_templates(experiment)
     of_base = str(getattr(base.config, "dtype", None))
     dtype = (config.dtype or of_base).removeprefix("torch.")

@@ -76,7 +76,7 @@ def aligned_rows(experiment: Experiment) -> None:
 
 
 def endless(experiment: Experiment) -> Iterator[str]:
-    """Experts that end their turns with a token at which the merged model with the base model's ids does not stop."""
+    """Experts with tokens of their own, above all to end their turns, that a merge with the base's ids lacks."""
     recipe, base = experiment.recipe, experiment.recipe.base
 
     @cache
@@ -88,6 +88,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
     for expert in recipe.experts if recipe.tokenizer_owner == base else ():
         try:
             ours, theirs, tokenizer = ending(base), ending(expert.reference), experiment.tokenizer(base)
+            owner = expert.reference.lora or expert.reference.model
         except (*hub.HUB_ERRORS, SltaError):  # a model without text has no tokenizer
             continue
         stops, end = tokenizer.convert_ids_to_tokens(ours[1]), theirs[0]
@@ -96,22 +97,17 @@ def endless(experiment: Experiment) -> Iterator[str]:
             yield (
                 f"The expert {expert} ends its turns with {end}, but the merged model stops at "
                 f"{' and '.join(map(str, stops))}, like the base model {base}: add 'tokenizer: {{source: "
-                f"{expert.reference.lora or expert.reference.model}}}' to the recipe."
+                f"{owner}}}' to the recipe."
             )
-
-
-def lost_tokens(experiment: Experiment) -> Iterator[str]:
-    """Experts with tokens in rows that the base model's tokenizer, which the merge gets, has no tokens for."""
-    recipe = experiment.recipe
-    for expert in recipe.experts if recipe.tokenizer_source is None else ():
-        with suppress(*hub.HUB_ERRORS, SltaError):
-            known, added = experiment.tokenizer(recipe.base).get_vocab(), experiment.tokenizer(expert.reference)
-            if lost := sorted(added.get_added_vocab().keys() - known.keys()):
-                yield (
-                    f"The merge has the tokenizer of {recipe.base}, which lacks {listed(lost)} of {expert}: if the "
-                    f"merge needs them, add 'tokenizer: {{source: {expert.reference.lora or expert.reference.model}}}' "
-                    "to the recipe."
-                )
+            continue
+        own, rows = experiment.tokenizer(expert.reference), experiment.model(expert.reference).vocabulary
+        known = {*tokenizer.get_vocab(), own.pad_token}  # which no answer needs, nor a token without a row
+        lost = sorted(token for token, index in own.get_added_vocab().items() if index < rows and token not in known)
+        if lost and recipe.tokenizer_source is None:
+            yield (
+                f"The merge has the tokenizer of {base}, which lacks {listed(lost)} of {expert}: if the merge needs "
+                f"them, add 'tokenizer: {{source: {owner}}}' to the recipe."
+            )
 
 
 def other_templates(experiment: Experiment) -> Iterator[str]:

@@ -273,13 +273,11 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"no better than {rival}"
         lines.append(f"{MERGE} is {words} by more than chance (on average {ahead:+.2f} ± {error:.2f}).")
-    scored = [
-        (title, task.scores[own_model(title)], task.scores[MERGE]) for title, task in tasks.items() if task.scores
-    ]
-    if endless := [title for title, own, merge in scored if (merge.ended or 0) < ENOUGH * (own.ended or 0)]:
-        lines.append(
-            f"{MERGE} often goes on after its answer, where the task's own model stops: {enumerated(endless)}."
-        )
+    ended = {title: task.scores for title, task in tasks.items() if task.ended_answers >= FEW}
+    if on := [
+        title for title, of in ended.items() if (of[MERGE].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)
+    ]:
+        lines.append(f"On {enumerated(on)}, {MERGE} stops less often after its answers than the task's own model does.")
     if plan.answers:
         lines.append(
             "The models answered general prompts, which say little about a narrow task; prompts of the task itself "

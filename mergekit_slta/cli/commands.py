@@ -439,7 +439,7 @@ def merge(recipe: Path, out: str, **options: Any) -> Result | None:
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
-    with joined(merge_options["device"]) as ranks:
+    with joined("cuda" if merge_options["multi_gpu"] else merge_options["device"]) as ranks:
         with ranks.one_refusal():
             loaded = Recipe.load(recipe)
         folder = merge_models(loaded, out, **merge_options)

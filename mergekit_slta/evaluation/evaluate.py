@@ -178,6 +178,8 @@ class Comparison(Paragraphs):
         experts = {name: task for name, task in tasks.items() if name != BASE}
         if long := [name for name, task in experts.items() if task.answers and not task.short_answers]:
             yield f"No accuracy on {', '.join(long)}: all answers have more than {SHORT_ANSWER} tokens."
+        if keep and keep.answers and not keep.short_answers:
+            yield f"No accuracy on {BASE}: it gives no answer of at most {SHORT_ANSWER} tokens exactly."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
             yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."
         highest = {name: task.scores[own_model(name)].accuracy_high for name, task in experts.items()}

@@ -78,7 +78,10 @@ def run(
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
         try:
-            with joined(options.device) as ranks, files_named("correct that and run the command again"):
+            with (
+                joined("cuda" if options.multi_gpu else options.device) as ranks,
+                files_named("correct that and run the command again"),
+            ):
                 _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out)
         finally:
             LoaderCache.loaders.clear()  # they map files, and what was adapted is of this merge alone
@@ -136,7 +139,7 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
         model.refuse_changes()
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
     unchanged = earlier.items() & entry_files(experiment, folder).items()
-    stale = {file: files.set_aside(file) for file, _ in unchanged}
+    stale = {file: file.replace(f"{file}.old") for file, _ in unchanged}
     unfinished = finish_folder(experiment, folder)
     for file in filter(Path.exists, list(stale)):  # it was copied again
         stale.pop(file).unlink()

@@ -26,6 +26,8 @@ from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import language_names
 
+EXPORTING: Any = getattr(hub_kernels, "is_torchdynamo_exporting", None)
+
 # Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
 # argument that is a dictionary also the key in it and, for a tuple of tensors, the index.
 State = Mapping[tuple[Any, ...], torch.Tensor]
@@ -119,24 +121,30 @@ class OfStandIn(BaseException):
 
 
 @contextlib.contextmanager
-def model_code(part: str) -> Iterator[None]:
-    """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one.
+def without_kernels() -> Iterator[None]:
+    """Have transformers' code call torch, as in an export, where causal_conv1d, fla or mamba_ssm are installed.
 
-    Where causal_conv1d, fla or mamba_ssm are installed, the code still calls torch, as transformers has it do in an
-    export: their kernels need a GPU, some refuse float32, and all round as they like.
+    Their kernels need a GPU, some refuse float32, and all round as they like.
     """
-    exporting: Any = getattr(hub_kernels, "is_torchdynamo_exporting", None)
     try:
         hub_kernels.is_torchdynamo_exporting = lambda: True
         yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = EXPORTING
+
+
+@contextlib.contextmanager
+def model_code(part: str) -> Iterator[None]:
+    """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one."""
+    try:
+        with without_kernels():
+            yield
     except (Reached, MemoryError, torch.OutOfMemoryError):
         raise
     except OfStandIn as carried:
         raise carried.error from carried.error.__cause__
     except Exception as error:
         raise ModelCodeError(f"{part}: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        hub_kernels.is_torchdynamo_exporting = exporting
 
 
 @dataclass

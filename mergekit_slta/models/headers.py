@@ -43,7 +43,7 @@ CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_
 # Of images, video and sound, and how an embedding model makes one vector of many.
 PROCESSOR = (
     "*processor_config.json", "audio_tokenizer_config.json", "modules.json", "config_sentence_transformers.json",
-    "sentence_bert_config.json", "*_Pooling/config.json",
+    "sentence_bert_config.json", "*_Pooling/config.json", "*_Dense/*",
 )  # fmt: skip
 CODE = "*.py"
 _LFS_POINTER = b"version https://git-lfs"

@@ -17,7 +17,6 @@ from mergekit.config import MergeConfiguration
 from mergekit_slta import files
 from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset
 from mergekit_slta.errors import printable, reading
-from mergekit_slta.evaluation.evaluate import BASE
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.output import manifest
 from mergekit_slta.output.manifest import Manifest
@@ -85,7 +84,10 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         _model_table(recipe, made, solution),
     ]
     if solution is not None:
-        of_base = " The base model's is the share of its features that the merge leaves." * solution.has_base_task
+        of_base = (
+            " The base model's is the share of the experts' change on its prompts that the merge avoids."
+            * solution.has_base_task
+        )
         paragraphs.append(f"{printable(solution.verdict())} The share says little about accuracy.{of_base}")
     local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
@@ -97,8 +99,8 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         f"You need the models in the table{needed}. Download `{RECIPE_OF_MERGE}` and `{MANIFEST_OF_MERGE}` into a "
         "folder `merged`:",
         f"```sh\n{INSTALL}{f'@{commit}' if commit else ''}\n{command}\n```",
-        "When you merge, a note says what differs from this merge: models, prompts, settings and versions. It needs "
-        "this plugin; the model itself loads like any other.",
+        "The new merge says what differs from this one: models, prompts, settings and versions. It needs this plugin; "
+        "the model itself loads like any other.",
     ]
     if solution is not None:
         paragraphs.append(
@@ -134,7 +136,7 @@ def _score_table(made: Manifest) -> str:
     ]
     for model, score in made.scores.items():
         accuracy = f"{as_score(score['accuracy'])} ({score['short_answers']:.0f})"
-        of_base = " (of its own answers; in likelihood, 0 is the experts' mean)" * (model == BASE)
+        of_base = " (of its own answers; in likelihood, 0 is the experts' mean)" * (model == made.base_model.name)
         lines.append([_code(model) + of_base, f"{score['prompts']:.0f}", accuracy, as_score(score["gain_kept"])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

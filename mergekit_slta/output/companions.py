@@ -147,9 +147,8 @@ def set_aside(experiment: Experiment, folder: Path) -> list[str]:
         others = [file for pattern in ("config.json", GENERATION, *PROCESSOR) for file in folder.glob(pattern)]
         strange += [*entry_files(experiment, folder), *others]
     names = sorted({str(file.relative_to(folder)) for file in strange if file.is_file()})
-    for name in names:
-        files.set_aside(folder / name)
-    return names
+    olds = {name: files.set_aside(folder / name).suffix for name in names}
+    return [name if old == ".old" else f"{name} ({old})" for name, old in olds.items()]
 
 
 def _is_card(file: Path) -> bool:

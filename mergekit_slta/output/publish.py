@@ -28,13 +28,11 @@ from mergekit_slta.recipe.settings import SltaSettings
 from mergekit_slta.tables import as_size
 from mergekit_slta.words import listed
 
-# What programs load, whatever made it.
-LOADED = ("generation_config.json", "model*.safetensors*", *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR)
+_FOUND = ("generation_config.json", *TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR)  # by programs, if they are there
 # What belongs to a model beside its weights. Anything else in the folder stays where it is.
 PUBLISHED = (
     *(card.CARD, RECIPE_OF_MERGE, STATISTICS_OF_MERGE, MANIFEST_OF_MERGE),
-    *("config.json", "generation_config.json", "model.safetensors.index.json"),
-    *(*TOKENIZER_FILES, *CHAT_TEMPLATES, *PROCESSOR),
+    *("config.json", "model.safetensors.index.json", *_FOUND),
     *(f"{name}{end}" for name in ("LICENSE", "LICENCE", "NOTICE") for end in ("", ".txt", ".md")),
     *("LICENSE-CODE", "LICENSE-MODEL"),
 )
@@ -124,7 +122,8 @@ def publish(
         api = HfApi()
         api.create_repo(repository, private=private or None, exist_ok=True)
         there = [name for name in api.list_repo_files(repository) if name not in contents]
-        if stale := [name for name in there if any(fnmatch(name, pattern) for pattern in LOADED)]:
+        kinds = [(own, own.count("/")) for own in ("model*.safetensors*", "adapter_config.json", *_FOUND)]
+        if stale := [name for name in there if any(fnmatch(name, own) and name.count("/") == n for own, n in kinds)]:
             raise SltaError(f"{repository} has {listed(stale)}, which programs would load: delete it there first.")
         done = api.create_commit(repository, operations, commit_message="Upload a merged model")
     except (*hub.HUB_ERRORS, RuntimeError) as error:

@@ -22,7 +22,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Pretr
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results")
+_HEAD = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
 VERSIONS = {package: version(package) for package in ("mergekit-slta", "mergekit", "torch", "transformers", "peft")}
+VERSIONS["commit"] = _HEAD.stdout.strip()
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048
@@ -144,11 +146,10 @@ def known_rows(name: str) -> dict[str, Any]:
 
 def write_result(name: str, rows: Mapping[str, Any], **about: Any) -> None:
     """Write the rows of a table, a note that stands there, and the versions that rows were made with, newest last."""
-    path, head = RESULTS / f"{name}.json", ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    path = RESULTS / f"{name}.json"
     earlier = json.loads(path.read_text()) if path.exists() else {"versions": []}
-    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     versions = earlier["versions"] if isinstance(earlier["versions"], list) else [earlier["versions"]]
-    versions = [made for made in versions if made != (own := VERSIONS | {"commit": commit})] + [own]
+    versions = [*(made for made in versions if made != VERSIONS), VERSIONS]
     about = {key: earlier[key] for key in ("note",) if key in earlier} | about
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps({**about, "versions": versions, "rows": rows}, indent=1) + "\n")

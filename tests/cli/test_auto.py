@@ -261,8 +261,9 @@ def test_a_merge_that_goes_on_after_its_answers_is_named() -> None:
     tasks = {name: compared({"expert " + name: [1.0], "base model": [0.0], "featcal": [1.0]}) for name in "ab"}
     for name, task in tasks.items():
         task.scores.update({"expert " + name: score, "featcal": replace(score, ended=0.8 if name == "b" else 0.95)})
+    tasks = {name: replace(task, ended_answers=20) for name, task in tasks.items()}
     lines = auto.verdict(Comparison(tasks), auto.Plan("base", ["a", "b"], Path("out"), ("a.jsonl", "b.jsonl"))).lines
-    assert "featcal often goes on after its answer, where the task's own model stops: b." in lines
+    assert "On b, featcal stops less often after its answers than the task's own model does." in lines
 
 
 def test_a_lead_is_of_paired_prompts() -> None:

@@ -56,7 +56,8 @@ SLACK = 10_000_000
 METHODS = ("slta", "featcal", "actmat", "evaluate", "ask")
 GRID = [(method, name) for method in METHODS for name in (CASES if method not in ("actmat", "ask") else ("weights",))]
 GRID += [("ask", name) for name in ("wide MLP", "long prompts")] + [("actmat", "vocabulary")]
-QUICK = [("slta", "wide MLP"), ("featcal", "long prompts"), ("featcal", "head in parts"), ("actmat", "vocabulary")]
+QUICK = [("slta", "wide MLP"), ("featcal", "long prompts"), ("featcal", "head in parts")]
+QUICK += [("actmat", "weights"), ("actmat", "vocabulary")]
 
 
 def family_of(case: Case, folder: Path) -> Family:

@@ -86,8 +86,8 @@ def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_p
     renewed = module.merge_card(out, recipe)
     assert renewed.count(SCORES) == 1 and "0.99 (0)" not in renewed and f"{accuracy} (0)" in renewed
     assert "\nMine.\n" in renewed
-    made.scores["base model"] = made.scores["expert0"]
-    assert "| `base model` (of its own answers; in likelihood, 0 is the experts' mean) |" in module._score_table(made)
+    made.scores["base"] = made.scores["expert0"]
+    assert "| `base` (of its own answers; in likelihood, 0 is the experts' mean) |" in module._score_table(made)
 
 
 @pytest.mark.parametrize("method", ["featcal", "sftm"])

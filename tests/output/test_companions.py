@@ -124,7 +124,7 @@ def test_what_no_merge_has_written_is_set_aside(
     assert said == f"Added .old to the names of files in {out} that the merge replaces: {', '.join(sorted(names))}."
     (out / "README.md").write_text("my own words")
     families.merge(recipe, out, **written)
-    assert (out / "README.md.old2").read_text() == "my own words"
+    assert (out / "README.md.old2").read_text() == "my own words" and "README.md (.old2)" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["slta", "sftm", "linear"])

@@ -86,6 +86,9 @@ def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: H
         file.write_text("of an earlier model")
         assert f"has {stale}, which programs" in run("publish", out, "org/model", code=1).stderr
         file.unlink()
+    (hub.root / "org/model/original").mkdir()
+    (hub.root / "org/model/original/tokenizer.model").write_text("which no program looks for")
+    assert "Published as" in run("publish", out, "org/model", "--quiet").stdout
     published: Any = ModelCard(hub.committed["README.md"].decode())
     assert "Feature change kept" in published.text and "slta" in published.data.tags
     assert hub.committed["README.md"] == (out / "README.md").read_bytes()
