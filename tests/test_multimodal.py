@@ -91,6 +91,21 @@ def test_the_merged_model_is_the_one_made_by_hand(
     assert torch.equal(*texts)
 
 
+def test_a_head_that_is_stored_is_not_tied_by_a_default(tmp_path: Path) -> None:
+    """As Mistral Small's, whose configuration says nothing of it, and whose class ties."""
+    family = families.make_family(tmp_path, families.config_of("mistral3", tie_word_embeddings=False), experts=2)
+    for folder in family.folders:
+        config = json.loads((folder / "config.json").read_text())
+        assert not config.pop("tie_word_embeddings")
+        (folder / "config.json").write_text(json.dumps(config))
+    recipe = families.recipe(family, "featcal")
+    assert families.experiment(recipe).decoder.head is not None
+    out = families.merge(recipe, tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    merged: Any = load(out)
+    assert not torch.equal(merged.get_output_embeddings().weight, merged.get_input_embeddings().weight)
+
+
 def adapted_maps(name: str) -> list[str]:
     """The linear maps in an architecture's decoder layers that peft can adapt."""
     layers, modules = reference.SPLITS[name].layers, families.skeleton(name).model.named_modules()

@@ -258,7 +258,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     for expert in experts:
         yield from models.other_entries(base, expert, settings.runs_models)
-        yield from models.other_base(expert, experiment.options.transformers_cache)
+        yield from models.other_base(base, expert, experiment.options.transformers_cache)
     if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
         yield (
             f"The base model and {same[0]} have the same prompts, on which the merge cannot keep both models' behavior "

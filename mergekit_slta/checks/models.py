@@ -5,6 +5,7 @@ No tensor is read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,15 +13,24 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import ModelCard
 from mergekit.common import ModelPath, ModelReference
 
 from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
+from mergekit_slta.checks.tokenizers import json_file
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import NO_FOLDER, names_in, target_of, with_adapter
 from mergekit_slta.models.architecture import vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
-from mergekit_slta.models.headers import Model, adapter_folder, adapter_weights, file_headers
+from mergekit_slta.models.headers import (
+    ADAPTER_CONFIG,
+    Model,
+    adapter_folder,
+    adapter_weights,
+    file_headers,
+    folder_with,
+)
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
@@ -187,16 +197,21 @@ def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
 # Notes
 
 
-def other_base(model: Model, cache_dir: str | None) -> Iterator[str]:
-    """An adapter that was trained on another model."""
-    adapter = model.reference.lora
-    if adapter is None:
-        return
-    trained_on = str(adapter_settings(adapter_folder(adapter, cache_dir)).get("base_model_name_or_path") or "")
-    if trained_on and os.path.basename(trained_on) != os.path.basename(model.reference.model.path.path):
+def other_base(base: Model, model: Model, cache_dir: str | None) -> Iterator[str]:
+    """An expert that was trained on another model, as its adapter's configuration says, or its card on the Hub."""
+    adapter, trained_on = model.reference.lora, list[str]()
+    if adapter is not None:
+        file = adapter_folder(adapter, cache_dir) / ADAPTER_CONFIG
+        base, trained_on = model, [str(json_file(file).get("base_model_name_or_path") or "")]
+    elif not any(os.path.exists(own.reference.model.path) for own in (base, model)):
+        with contextlib.suppress(Exception):  # a card may be anything
+            card = ModelCard.load(folder_with(("README.md",), model.reference.model, cache_dir) / "README.md")
+            named = card.data.base_model or []
+            trained_on = [named] if isinstance(named, str) else named
+    if any(trained_on) and os.path.basename(base.reference.model.path) not in map(os.path.basename, trained_on):
         yield (
-            f"The adapter {adapter} was trained on {trained_on}, and the recipe puts it on {model.reference.model}, "
-            "which is right only if one is a copy of the other, such as a quantized one."
+            f"{adapter or model} was trained on {listed(trained_on)}, and the recipe has it beside "
+            f"{base.reference.model}, which is right only if one is a copy of the other, such as a quantized one."
         )
 
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import click
 import yaml
-from huggingface_hub import snapshot_download
 from mergekit import card, merge
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelPath, ModelReference
@@ -37,6 +36,7 @@ from mergekit_slta.errors import MachineError
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
+from mergekit_slta.models.headers import local_folder
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import model_inputs
 
@@ -109,13 +109,10 @@ def local_path(
     try:
         return stock(self, cache_dir, ignore_lora)
     except hub.HUB_ERRORS as error:
-        if not isinstance(hub.refused("", error), MachineError):
+        folder = local_folder(self.model, cache_dir)
+        if folder is None or not isinstance(hub.refused("", error), MachineError):
             raise
-        model = self.model
-        folder = snapshot_download(model.path, revision=model.revision, cache_dir=cache_dir, local_files_only=True)
-        if not any(Path(folder).glob(f"*{ending}") for ending in (".safetensors", ".bin")):
-            raise
-        return folder
+        return str(folder)
 
 
 @replaces(merge, "get_architecture_info", "config", "options")

@@ -114,8 +114,8 @@ _INERT = {
     "_name_or_path", "architectures", "auto_map", "cache_implementation", "chunk_size_feed_forward", "dtype",
     "gradient_checkpointing", "id2label", "initializer_factor", "initializer_range", "is_encoder_decoder", "label2id",
     "output_attentions", "output_hidden_states", "output_router_logits", "pretraining_tp", "problem_type",
-    "quantization_config", "return_dict", "task_specific_params", "torch_dtype", "transformers_version", "use_cache",
-    "vocab_size",
+    "quantization_config", "return_dict", "task_specific_params", "torch_dtype", "transformers_version",
+    "unsloth_fixed", "unsloth_version", "use_cache", "vocab_size",
 }  # fmt: skip
 _INERT_PARTS = ("dropout", "pdrop", "layerdrop", "jitter_noise", "aux_loss", "token_id", "tokenizer")
 

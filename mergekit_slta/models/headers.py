@@ -118,13 +118,19 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     if folder is None:
         tensors = hub_headers(path)
     else:
-        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        weights = (folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json"))
+        if (folder / ADAPTER_CONFIG).is_file() and not any(file.is_file() for file in weights):
             raise SltaError(
                 f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE."
             )
         tensors = folder_headers(folder)
     config = _config(reference, trust_remote_code)
     text_config = config.get_text_config()
+    tied = all(getattr(part, "tie_word_embeddings", True) for part in (config, text_config))
+    if not tied and any(name.endswith("lm_head.weight") for name in tensors):
+        config.tie_word_embeddings = (
+            False  # Mistral Small's configuration ties by default; transformers loads it untied
+        )
     layers = max(getattr(part, "num_hidden_layers", None) or 0 for part in (config, text_config))
     if layers > len(tensors):  # building such a model may take forever
         raise SltaError(

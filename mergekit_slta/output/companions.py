@@ -43,6 +43,8 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
     try:
         config = json_file(folder / "config.json")
         restore(json_file(_folder(("config.json",), base) / "config.json"), config)
+        if "tie_word_embeddings" in config:
+            config["tie_word_embeddings"] = experiment.model(recipe.base).config.tie_word_embeddings
         _write(folder / "config.json", config)
         open_to_others(folder)
         # An adapter that brings the tokenizer has no settings of its own.

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from conftest import MakeFamily
 from support import families
+from support.adapters import edit, write_adapter
 from support.calibration_samples import load, write_jsonl
 from support.copies import edit_tensors
-from support.examining import only, problems, with_data
+from support.examining import look, only, problems, with_data
 from support.families import Family
 from support.hub import downloaded_dataset, serve
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,23 @@ def test_first_the_text_then_everything_else(family: Family, tmp_path: Path) -> 
     assert any("none.jsonl" in problem for problem in problems(recipe))
     recipe["parameters"] |= {"sampels": 3, "ridge": -1}
     assert [problem.split("'")[1] for problem in problems(recipe)] == ["sampels", "ridge", "calibration"]
+
+
+@pytest.mark.parametrize("is_adapter", [True, False])
+def test_an_expert_that_was_trained_on_another_model_is_named(is_adapter: bool, family: Family, tmp_path: Path) -> None:
+    """By an adapter's configuration, or by a model's card on the Hub."""
+    repositories, adapter = tmp_path / "hub" / "org", write_adapter(family.base, tmp_path / "adapter", "q_proj")
+    edit(adapter, base_model_name_or_path="org/other")
+    for folder, name in ((family.base, "model"), (family.experts[0], "tuned")):
+        shutil.copytree(folder, repositories / name)
+    (repositories / "tuned" / "README.md").write_text("---\nbase_model: org/other\n---\n")
+    expert = f"org/model+{adapter}" if is_adapter else "org/tuned"
+    recipe = {"merge_method": "sftm", "base_model": "org/model", "models": [{"model": expert}]}
+    with serve(tmp_path / "hub", tmp_path / "cache"):
+        found = look(recipe, options={"lora_merge_cache": str(tmp_path / "cache")})
+    named = adapter if is_adapter else expert
+    said = f"{named} was trained on org/other, and the recipe has it beside org/model, which is right only if one is a"
+    assert sum(note.startswith(said) for note in found.notes) == 1
 
 
 def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path: Path) -> None:
