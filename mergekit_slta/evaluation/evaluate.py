@@ -367,10 +367,7 @@ def _task(
 
 
 def _limits(title: str, losses: Mapping[str, float]) -> tuple[float, float]:
-    """The losses of a task at which the gain kept is 0, the base model's, and 1, the expert's, by the models' losses.
-
-    On the base model's own task, they are the experts' mean and the base model's.
-    """
+    """The losses at which the gain kept is 0, the base model's (on its own task the experts' mean), and 1."""
     experts = [loss for name, loss in losses.items() if name.startswith(own_model(""))]
     return fmean(experts) if title == BASE else losses[BASE], losses[own_model(title)]
 

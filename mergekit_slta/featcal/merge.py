@@ -1,8 +1,8 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
 After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
-(``anchor.py``); the solution stays near a point beyond it. ``solution.py`` has the start, which loads the
-samples' token ids, and the end, which gives mergekit each tensor from the folder of solved layers.
+(``anchor.py``); the solution stays near a point beyond it. ``solve_model`` begins, with the samples' token ids, and
+``SolvedModel`` gives mergekit each tensor from the folder of solved layers.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
@@ -28,7 +28,7 @@ experts are solved one by one, each on the tokens that the merged model sends to
 The base model may have a task too, whose prompts are to be answered as it does: it is one more expert, whose task
 vector is zero and whose influence is multiplied by kappa, in s_t as in every mean over the experts.
 
-``regression.py`` defines s_t, H and the bias (``Change.offset``), ``solution.py`` the weights w_x. H is built from the
+``regression.py`` defines s_t, H and the bias (``Change.offset``), ``token_weights`` the w_x. H is built from the
 matrix of the system that ``actmat`` solves, so that a few prompts change a map mostly in directions that their tokens
 cover. Unless a recipe gives the ridge, held-out samples choose it for every group.
 
@@ -39,6 +39,7 @@ the output head is solved, too. Norms, embeddings, convolutions and routers are 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -48,21 +49,27 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from torch.utils._pytree import tree_map_only
 
 from mergekit_slta.actmat.covariance import matrix_bytes
+from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine import memory
-from mergekit_slta.engine.loop import LayerMethod, Progress
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
 from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, find_groups, in_words
 from mergekit_slta.featcal.regression import PREDICTED, RidgeRegression, Tokens, regression_bytes
+from mergekit_slta.files import digest
 from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
-from mergekit_slta.layers.trace import of_each_layer
+from mergekit_slta.layers.trace import of_each_layer, on_device, tail_problem
 from mergekit_slta.models.checkpoint import ExpertStack, Source, Tensors, stack_of
+from mergekit_slta.models.layout import Layout
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.settings import FeatcalSettings
 
 LOG = logging.getLogger(__name__)
 MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's own model
@@ -78,6 +85,9 @@ NORM_HOLD = 0.01
 ENOUGH_TOKENS = 1 / 16
 # The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
 HEAD_ELEMENTS = 2**26
+# Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
+# of prompts are often many and alike: a system prompt is the same in every sample.
+ANSWER_WEIGHT = 8.0
 LAYER_ERRORS = "error.features"  # in a layer's file beside its tensors: its relative errors by task [T]
 
 Owner = TypeVar("Owner")
@@ -449,3 +459,116 @@ def _at_places_of(merged: RoutedInputs, owner: RoutedInputs) -> torch.Tensor:
     index[owner.places] = torch.arange(len(owner.places), device=owner.places.device)
     at = index[merged.places]
     return torch.where((at >= 0)[:, None], owner.values[at], merged.values)
+
+
+# A recipe's feature merge, and its tensors
+
+
+def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
+    """Solve a recipe's feature merge into a folder that this process holds; go on after the layers that lie there."""
+    decoder, ranks = on_device(experiment.decoder, experiment.device), experiment.ranks
+    data = experiment.load_data(experiment.recipe.tasks)
+    weights, head = token_weights(data), head_to_solve(experiment)
+    identity = experiment.identity(
+        data,
+        weights=digest([row.tolist() for row in weights]),
+        keep_weight=experiment.recipe.keep_weight,
+        ridge=settings.ridge,
+        head=head is not None,
+    )
+    partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
+    complete = partial.finished(len(decoder)) == {*range(len(decoder)), None}  # with the output head's file
+    ranks.require_equal(complete, partial.folder)
+    if not complete:
+        with ranks.one_refusal():
+            experiment.check_edges(experts=True)
+        models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
+        anchor = ActmatAnchor(models, decoder, [task.weight for task in experiment.recipe.tasks])
+        ridge = None if settings.ridge == "auto" else settings.ridge
+        merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
+        of_head = pass_layers(merge, "Solving", partial=partial, quiet=experiment.quiet)
+        if ranks.first:
+            partial.write(None, of_head)
+        ranks.wait()
+    return SolvedModel(decoder, partial, experiment.layout)
+
+
+def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
+    """The weights [S] of the tokens of every sample of every task, in their order.
+
+    A token belongs to an answer if the next token of the answer is predicted from it, or if it is the answer's last.
+    """
+    weights = []
+    for task in data:
+        for row, answer in zip(task.token_ids, task.answers, strict=True):
+            weights.append(torch.ones(len(row)))
+            if answer:
+                weights[-1][answer[0] - 1 : answer[1]] = ANSWER_WEIGHT
+    return weights
+
+
+def head_to_solve(experiment: Experiment) -> LinearMap | None:
+    """The output head, by the model's names; None if it is tied, or if it cannot be solved, which is said."""
+    head = experiment.decoder.head
+    if head is None:
+        return None
+    why = "the logits need more than the last layer's output" if tail_problem(experiment.decoder) else ""
+    if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
+        why = "mergekit reorders its rows for the recipe's 'tokenizer'"
+    if why:
+        LOG.warning("The output head stays the experts' mean, because %s.", why)
+    return None if why else head
+
+
+def _changes_rows(experiment: Experiment) -> bool:
+    """Whether mergekit changes the rows of the models' embeddings."""
+    recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
+    if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
+        return True
+    return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
+
+
+class SolvedModel:
+    """The tensors of a finished feature merge, from its folder, as ``layout`` says that the base model stores them."""
+
+    def __init__(self, decoder: Decoder, partial: Partial, layout: Layout) -> None:
+        self.decoder, self.layout, self._partial = decoder, layout, partial
+        layers = ((layer, decoder.layer_tensors[layer]) for layer in range(len(decoder)))
+        self._layers = {name: layer for layer, names in layers for name in names.values()}
+        # The names in mergekit's plan of the language model's tensors, if the model runs them.
+        language = decoder.language_tensors
+        self.language = {stored for stored, piece in layout.pieces.items() if language.issuperset(piece.targets)}
+
+    def tensor(self, stored: str) -> torch.Tensor | None:
+        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
+        piece = self.layout.pieces.get(stored)
+        if piece is None:
+            return None
+        with contextlib.ExitStack() as opened:
+            first = self.decoder.first_names
+            names = [first.get(target, target) for target in piece.targets]
+            files = {
+                target: opened.enter_context(safe_open(self._partial.file(self._layers.get(target)), "pt"))
+                for target in names
+            }
+            if any(target not in files[target].keys() for target in names):  # noqa: SIM118
+                return None
+
+            def solved(target: str, mixture_expert: int | None) -> torch.Tensor:
+                target = first.get(target, target)
+                if mixture_expert is None:
+                    return files[target].get_tensor(target)
+                return files[target].get_slice(target)[mixture_expert]
+
+            return self.layout.restore(stored, solved)  # as solved, if the checkpoint stores it as the model has it
+
+    def errors(self) -> torch.Tensor:
+        """The errors [layers, tasks] of the merged model's layer outputs.
+
+        An error is the mean over the task's tokens of |h - h_t| / |h_t|, where h_t is the task's own model's.
+        """
+        errors = []
+        for layer in range(len(self.decoder)):
+            with safe_open(self._partial.file(layer), "pt") as tensors:
+                errors.append(tensors.get_tensor(LAYER_ERRORS))
+        return torch.stack(errors)

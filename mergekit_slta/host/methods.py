@@ -21,7 +21,7 @@ from mergekit.merge_methods.base import BasePolicy
 from mergekit_slta.actmat.covariance import merged_vector
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal.solution import SolvedModel, solve_model
+from mergekit_slta.featcal.merge import SolvedModel, solve_model
 from mergekit_slta.layers.maps import Role, dotted_tails, role_by_shape, roles_by_ending, turned
 from mergekit_slta.models.checkpoint import is_finite, task_vector, weighted_sum
 from mergekit_slta.models.headers import exempt_types

@@ -102,10 +102,7 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
 def local_path(
     stock: Callable[..., str], self: ModelReference, cache_dir: str | None = None, ignore_lora: bool = False
 ) -> str:
-    """Take a downloaded model where the Hub cannot be reached.
-
-    mergekit asks the Hub for a list of the model's files whenever it needs its folder, also when all is merged.
-    """
+    """Take a downloaded model where the Hub, which mergekit asks for each folder at each use, cannot be reached."""
     try:
         return stock(self, cache_dir, ignore_lora)
     except hub.HUB_ERRORS as error:

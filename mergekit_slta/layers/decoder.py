@@ -122,10 +122,7 @@ class OfStandIn(BaseException):
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Have transformers' code call torch, as in an export, where causal_conv1d, fla or mamba_ssm are installed.
-
-    Their kernels need a GPU, some refuse float32, and all round as they like.
-    """
+    """Have transformers call torch, as in an export, not kernels of fla or mamba_ssm: they need a GPU, and round."""
     try:
         hub_kernels.is_torchdynamo_exporting = lambda: True
         yield

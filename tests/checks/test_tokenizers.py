@@ -14,7 +14,7 @@ from support import families
 from support.examining import chat_model, feature_recipe, look, only, problems, swap_ids
 from support.families import Family
 
-from mergekit_slta.featcal.solution import head_to_solve
+from mergekit_slta.featcal.merge import head_to_solve
 
 
 @pytest.mark.parametrize("source", ["base", "expert", "union"])

@@ -30,8 +30,7 @@ from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import find_groups
-from mergekit_slta.featcal.merge import FeatureMerge
-from mergekit_slta.featcal.solution import SolvedModel
+from mergekit_slta.featcal.merge import FeatureMerge, SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import of_each_layer, tail_problem, trace, trace_model

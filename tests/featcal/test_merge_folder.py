@@ -20,8 +20,8 @@ from support.merging import same_tensors
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
-from mergekit_slta.featcal import solution
-from mergekit_slta.featcal.solution import SolvedModel, solve_model, token_weights
+from mergekit_slta.featcal import merge
+from mergekit_slta.featcal.merge import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.output.publish import publish
 from mergekit_slta.recipe.settings import FeatcalSettings
@@ -44,8 +44,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def merges(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """What counts the feature merges that are computed."""
-    counting = mock.Mock(wraps=solution.pass_layers)
-    monkeypatch.setattr(solution, "pass_layers", counting)
+    counting = mock.Mock(wraps=merge.pass_layers)
+    monkeypatch.setattr(merge, "pass_layers", counting)
     return counting
 
 
