@@ -1,6 +1,6 @@
 """The figures of the gallery, drawn by the package in a minute or two, of merges of the quickstart's models.
 
-    python tests/support/screenshots.py FOLDER
+    python tests/benchmarks/screenshots.py FOLDER
 
 FOLDER is one that the quickstart filled.
 """
