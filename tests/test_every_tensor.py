@@ -263,8 +263,12 @@ def test_what_merging_an_adapter_loses_is_said(family_of: Callable[[str], Family
     head, adapter = ", ".join(prediction_head(family.config)), write_adapter(family.base, tmp_path / "adapter")
     recipe["models"][0]["model"] += f"+{adapter}"
     options = {"lora_merge_cache": str(tmp_path / "cache")}
-    (note,) = look(recipe, options=options).notes
-    assert all(name in note for name in head.split(", ")) and "as if it had those of the base model" in note
+    other, note = look(recipe, options=options).notes
+    assert (
+        "was trained on" in other
+        and all(name in note for name in head.split(", "))
+        and "as if it had those of the base model" in note
+    )
     recipe["base_model"] += f"+{adapter}"
     notes = look(recipe, options=options).notes
     assert any("will be left out: merging its adapter loses them" in note for note in notes)

@@ -100,7 +100,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
                 f"{owner}}}' to the recipe."
             )
             continue
-        own, rows = experiment.tokenizer(expert.reference), experiment.model(expert.reference).vocabulary
+        own, rows = experiment.tokenizer(expert.reference), experiment.model(expert.reference).vocabulary or 0
         known = {*tokenizer.get_vocab(), own.pad_token}  # which no answer needs, nor a token without a row
         lost = sorted(token for token, index in own.get_added_vocab().items() if index < rows and token not in known)
         if lost and recipe.tokenizer_source is None:

@@ -118,8 +118,9 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     if folder is None:
         tensors = hub_headers(path)
     else:
-        weights = (folder / f"{name}{index}" for name in WEIGHT_FILES for index in ("", ".index.json"))
-        if (folder / ADAPTER_CONFIG).is_file() and not any(file.is_file() for file in weights):
+        needed = ["config.json"], [f"{name}{end}" for name in WEIGHT_FILES for end in ("", ".index.json")]
+        whole = all(any((folder / name).is_file() for name in names) for names in needed)
+        if (folder / ADAPTER_CONFIG).is_file() and not whole:
             raise SltaError(
                 f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE."
             )

@@ -125,9 +125,7 @@ def test_the_token_ids_of_a_model_that_is_downloaded_are_compared_before_it_is_m
     assert not [*(tmp_path / "out").glob("*")]
 
 
-def test_a_downloaded_model_is_merged_without_a_network(
-    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_downloaded_model_is_merged_without_a_network(llama: Family, tmp_path: Path) -> None:
     """Without a download, the sentence says what is missing."""
     content = families.recipe(llama, "actmat", calibration=False)
     for number, (entry, folder) in enumerate(zip(content["models"], llama.experts, strict=True)):
@@ -135,11 +133,11 @@ def test_a_downloaded_model_is_merged_without_a_network(
         entry["model"] = f"org/{number}"
     with serve(tmp_path / "hub", tmp_path / "cache"):
         online = families.merge(content, tmp_path / "online")
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        assert same_tensors(stored(online), stored(families.merge(content, tmp_path / "offline")))
-        shutil.rmtree(tmp_path / "cache" / "models--org--1")
-        with pytest.raises(SltaError, match="org/1 cannot be used: .* the Hub cannot be reached"):
-            families.merge(content, tmp_path / "out")
+        with mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
+            assert same_tensors(stored(online), stored(families.merge(content, tmp_path / "offline")))
+            shutil.rmtree(tmp_path / "cache" / "models--org--1")
+            with pytest.raises(SltaError, match="org/1 cannot be used: .* the Hub cannot be reached"):
+                families.merge(content, tmp_path / "out")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
