@@ -95,7 +95,7 @@ def scoring_bytes(decoder: Decoder, groups: Sequence[Group]) -> int:
     logits = memory.NUMBER * (wide * min(LOGIT_POSITIONS, most) + 2 * width * most)
     # The layer's input and its copy, the outputs of its children and a copy, the stream, a norm's parts; an MLP's
     # factors and their product, which are wider than the attention's queries, keys and values.
-    batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 7, inner=3, scores=3)
+    batch = memory.batch_bytes(decoder, shapes, hidden=memory.children(decoder) + 6, inner=3, scores=3)
     waiting = memory.states_bytes(decoder, tasks, 1) + 3 * memory.TOKEN * tokens  # with the answers of all models
     inside = max(memory.edge_bytes(decoder) + logits, memory.layer_bytes(decoder, 1) + batch)
     return memory.LIBRARIES + waiting + inside
