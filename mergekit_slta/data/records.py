@@ -236,7 +236,7 @@ def _fill(template: str, record: Record, where: object) -> Text:
         if isinstance(value, (list, dict, bytes)):
             raise UnfitRecord(
                 f"{where} has a {type(value).__name__} in {name!r}, which the template {template!r} would print: write "
-                f"a part of it, such as '{{{name}[key]}}', or leave the template out and give a chat as 'messages'."
+                f"a part of it, such as '{{{name}[key]}}', or leave the template out and call a chat 'messages'."
             )
         last = len(text), len(text) + len(written)
         text += written
