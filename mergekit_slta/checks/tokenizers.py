@@ -32,8 +32,8 @@ def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
     if sizes and isinstance(experiment.recipe.settings, FeatcalSettings):
         raise SltaError(
             f"The {others[0]}: if the expert can do without its added tokens, save it with {base.vocabulary} "
-            f"embeddings ('resize_token_embeddings') and the base model's tokenizer; else use 'merge_method: slta' with "
-            f"'tokenizer: {{source: {expert}}}', which keeps their embeddings."
+            f"embeddings ('resize_token_embeddings') and the base model's tokenizer; else use 'merge_method: slta' "
+            f"with 'tokenizer: {{source: {expert}}}', which keeps their embeddings."
         )
     if others and experiment.recipe.settings.runs_experts:
         raise SltaError(f"The {others[0]}, but this method gives both the same ids: choose experts with the same ids.")
