@@ -210,8 +210,8 @@ def other_base(base: Model, model: Model, cache_dir: str | None) -> Iterator[str
             trained_on = [named] if isinstance(named, str) else named
     if any(trained_on) and os.path.basename(base.reference.model.path) not in map(os.path.basename, trained_on):
         yield (
-            f"{adapter or model} was trained on {listed(trained_on)}, and the recipe has it beside "
-            f"{base.reference.model}, which is right only if one is a copy of the other, such as a quantized one."
+            f"{adapter or model} was trained on {listed(trained_on)}, not on {base.reference.model}: a merge makes "
+            "sense only if one is a copy of the other, such as a quantized one."
         )
 
 

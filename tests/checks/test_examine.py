@@ -47,7 +47,7 @@ def test_an_expert_that_was_trained_on_another_model_is_named(is_adapter: bool, 
     with serve(tmp_path / "hub", tmp_path / "cache"):
         found = look(recipe, options={"lora_merge_cache": str(tmp_path / "cache")})
     named = adapter if is_adapter else expert
-    said = f"{named} was trained on org/other, and the recipe has it beside org/model, which is right only if one is a"
+    said = f"{named} was trained on org/other, not on org/model: a merge makes sense only if one is a copy"
     assert sum(note.startswith(said) for note in found.notes) == 1
 
 
