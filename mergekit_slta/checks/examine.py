@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta.checks import models, space, tokenizers
 from mergekit_slta.data.records import template_fields
-from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset
+from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_dataset, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
@@ -259,7 +259,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for expert in experts:
         yield from models.other_entries(base, expert, settings.runs_models)
         yield from models.other_base(base, expert, experiment.options.transformers_cache)
-    if (keep := recipe.keep) and (same := [e for e in recipe.experts if e.calibration == keep.calibration != ""]):
+    of_keep = source_key(recipe.keep.calibration) if recipe.keep and recipe.keep.calibration else None
+    if same := [e for e in recipe.experts if e.calibration and source_key(e.calibration) == of_keep]:
         yield (
             f"The base model and {same[0]} have the same prompts, on which the merge cannot keep both models' behavior "
             "(with one expert, every weight of slta is 1 / (1 + κ)): give the base model prompts of its own."
@@ -289,7 +290,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     yield from tokenizers.other_templates(experiment)
-    of_base = str(getattr(base.config, "dtype", None))
+    of_base = str(getattr(base.config, "dtype", None) or getattr(base.text_config, "dtype", None))
     dtype = (config.dtype or of_base).removeprefix("torch.")
     of_adapters = experiment.options.lora_merge_dtype or of_base
     rounded = has_adapters(recipe.references) and of_adapters.removeprefix("torch.") in (*HALF, "None")

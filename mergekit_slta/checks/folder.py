@@ -11,6 +11,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from mergekit_slta.errors import reading, refuse
 from mergekit_slta.models.headers import CHAT_TEMPLATES
 
+SHARED = ".huggingface-shared-blobs"  # huggingface_hub's mark, since its version 2
+
 
 def beside_weights(folder: Path) -> list[Path]:
     """All that lies in a model's folder, with the templates in a folder of their own."""
@@ -20,13 +22,14 @@ def beside_weights(folder: Path) -> list[Path]:
 def refuse_links(folder: Path, paths: Iterable[Path]) -> None:
     """Refuse links to files outside of a model's folder, whose content would be merged and published.
 
-    The files of a model in the Hub's cache are links to the folder ``blobs`` there.
+    The files of a model in the Hub's cache are links to a folder ``blobs``, the model's or a marked one of all models.
     """
     targets = {path: path.resolve() for path in paths}
+    cached = {at for at in targets.values() if at.match("models--*/blobs/*") or (at.parent.parent / SHARED).is_file()}
     refuse(
         f"{path} is a link to a file outside of {folder}: replace it with the file itself, or remove it."
         for path, target in targets.items()
-        if target.is_file() and not target.is_relative_to(folder.resolve()) and not target.match("models--*/blobs/*")
+        if target.is_file() and not target.is_relative_to(folder.resolve()) and target not in cached
     )
 
 

@@ -208,7 +208,8 @@ def other_base(base: Model, model: Model, cache_dir: str | None) -> Iterator[str
             card = ModelCard.load(folder_with(("README.md",), model.reference.model, cache_dir) / "README.md")
             named = card.data.base_model or []
             trained_on = [named] if isinstance(named, str) else named
-    if any(trained_on) and os.path.basename(base.reference.model.path) not in map(os.path.basename, trained_on):
+    names = [os.path.basename(os.path.normpath(name)) for name in (base.reference.model.path, *trained_on) if name]
+    if names[0] not in (names[1:] or names):
         yield (
             f"{adapter or model} was trained on {listed(trained_on)}, not on {base.reference.model}: a merge makes "
             "sense only if one is a copy of the other, such as a quantized one."

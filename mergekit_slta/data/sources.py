@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
 
 import huggingface_hub
 import numpy as np
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, record_text
 from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_full, is_out_of_memory, one_line, reading
@@ -431,12 +431,16 @@ def _read_dataset(source: str) -> Sequence[Record]:
     try:
         try:
             loaded = load(name)
-        except ConnectionError:  # ``hf download`` puts a dataset where ``datasets`` does not look without a network
+        except (
+            ConnectionError,
+            HTTPError,
+        ):  # ``datasets`` does not look where ``hf download`` puts a dataset
             loaded = load(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
         if is_out_of_memory(error):
             raise
-        kind = MachineError if isinstance(error, LocalEntryNotFoundError) or is_disk_full(error) else SltaError
+        unreached = isinstance(error, (LocalEntryNotFoundError, ConnectionError))
+        kind = MachineError if unreached or is_disk_full(error) else SltaError
         raise kind(f"Calibration source {source!r} cannot be read ({one_line(error)}).") from error
     if not split:
         split = "train" if len(loaded) > 1 else next(iter(loaded))

@@ -18,6 +18,7 @@ from mergekit.io.tasks import LoaderCache
 from torch.utils._pytree import tree_map
 
 from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import Model, folder_headers, source_folders
@@ -36,8 +37,9 @@ class Checkpoint:
     def __init__(self, model: Model) -> None:
         cache, reference = LoaderCache(), model.reference
         self.reference, self.config = reference, model.config
-        with reading(self, "cannot be opened", "get undamaged copies of its files"):
+        with hub.asking(reference.model):
             self._folders = source_folders(reference, cache.hf_cache_dir)
+        with reading(self, "cannot be opened", "get undamaged copies of its files"):
             self._files = source_files(*self._folders)
             self.stamps = stamps(self._files)  # of the files that decide the tensors
             how = cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype

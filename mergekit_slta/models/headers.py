@@ -266,14 +266,14 @@ def folder_headers(folder: Path) -> Headers:
 def file_headers(path: Path) -> Headers:
     """The tensors of a ``.safetensors`` file, in the order of their bytes, or of a pickled checkpoint."""
     with reading(path):
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise SltaError(f"{path} is a git-lfs pointer without the tensors: run 'git lfs pull'.")
         if path.suffix != ".safetensors":
             return {
                 name: TensorHeader(tensor.shape, tensor.nbytes, not tensor.is_floating_point())
                 for name, tensor in unpickled(path, "meta").items()
             }
-        with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise SltaError(f"{path} is a git-lfs pointer without the tensors: run 'git lfs pull'.")
         try:
             with safetensors.safe_open(path, "np") as tensors:  # torch would reserve memory for the whole file
                 slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}

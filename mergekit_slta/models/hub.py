@@ -39,7 +39,8 @@ def refused(problem: str, error: Exception) -> SltaError:
 
 
 def _no_answer(error: Exception) -> bool:
-    return isinstance(error, hub.HTTPError) and not isinstance(error, hub.HfHubHTTPError)
+    broken = isinstance(error, hub.HTTPError) or type(error) in (ConnectionError, TimeoutError)  # these are Xet's
+    return broken and not isinstance(error, hub.HfHubHTTPError)
 
 
 def reason(error: Exception) -> str:

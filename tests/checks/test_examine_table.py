@@ -574,6 +574,11 @@ def in_the_hubs_cache(case: Case) -> None:
     blobs = case.folder / "models--org--base" / "blobs"
     snapshot = blobs.parent / "snapshots" / "main"
     shutil.copytree(case.base, blobs)
+    store = case.folder / "blobs" / "ab"  # of all models
+    store.mkdir(parents=True)
+    (store.parent / ".huggingface-shared-blobs").touch()
+    (blobs / "model.safetensors").rename(store / "weights")
+    (blobs / "model.safetensors").symlink_to(store / "weights")
     snapshot.mkdir(parents=True)
     for file in blobs.iterdir():
         (snapshot / file.name).symlink_to(file)
