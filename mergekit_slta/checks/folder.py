@@ -11,7 +11,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from mergekit_slta.errors import reading, refuse
 from mergekit_slta.models.headers import CHAT_TEMPLATES
 
-SHARED = ".huggingface-shared-blobs"  # huggingface_hub's mark, since its version 2
+SHARED = ".huggingface-shared-blobs"  # huggingface_hub's mark
 
 
 def beside_weights(folder: Path) -> list[Path]:

@@ -167,14 +167,16 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with a model's files, also that of an earlier download; None if the model was not downloaded."""
     if os.path.isdir(path.path):
         return Path(path.path)
-    for weights in ("*.safetensors", "*.bin"):
-        patterns = ["tokenizer.model", "*.json", weights]  # mergekit's; the Hub's client remembers all others
-        with contextlib.suppress(*hub.HUB_ERRORS, SltaError):
-            folder = huggingface_hub.snapshot_download(
-                path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=patterns
-            )
-            weight_map(Path(folder))
-            return Path(folder)
+    with contextlib.suppress(*hub.HUB_ERRORS, SltaError):
+        folder = huggingface_hub.snapshot_download(
+            path.path,
+            revision=path.revision,
+            cache_dir=cache_dir,
+            local_files_only=True,
+            allow_patterns="config.json",  # the client refuses a folder that lacks any other file that is asked for
+        )
+        weight_map(Path(folder))
+        return Path(folder)
     return None
 
 

@@ -39,7 +39,8 @@ def refused(problem: str, error: Exception) -> SltaError:
 
 
 def _no_answer(error: Exception) -> bool:
-    broken = isinstance(error, hub.HTTPError) or type(error) in (ConnectionError, TimeoutError)  # these are Xet's
+    xets = type(error) in (ConnectionError, TimeoutError) or str(error).startswith("Task error")
+    broken = isinstance(error, hub.HTTPError) or xets
     return broken and not isinstance(error, hub.HfHubHTTPError)
 
 
@@ -55,7 +56,7 @@ def asking(path: ModelPath) -> Iterator[None]:
     """Turn the Hub's errors into an SltaError that says why a model or an adapter cannot be used."""
     try:
         yield
-    except HUB_ERRORS as error:
+    except (*HUB_ERRORS, RuntimeError) as error:  # the last of Xet, for whatever ends a download
         folder = "folder" if path.path[:1] in ("/", "~") else f"folder in {os.getcwd()}"
         named = Path(path.path).expanduser()
         beside = [entry.name for entry in named.parent.iterdir() if entry.is_dir()] if named.parent.is_dir() else []

@@ -60,7 +60,7 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
             _older_tokenizer(folder, template)
         if template or owner != recipe.base:
             _name_tokens(written, _folder((GENERATION, "config.json"), stops_like), folder)
-    except (*hub.HUB_ERRORS, SltaError) as error:
+    except (*hub.HUB_ERRORS, RuntimeError, SltaError) as error:
         problems.append(f"{folder} lacks settings of {owner} ({first_line(error)}): copy them yourself.")
     return problems
 
@@ -75,7 +75,7 @@ def _copies(patterns: Sequence[str], model: ModelPath, folder: Path) -> Iterator
         source = _folder(patterns, model)
         wanted = {file for pattern in patterns if pattern != CODE for file in source.glob(pattern)}
         wanted |= {*code_of(source)} if CODE in patterns else set()
-    except (*hub.HUB_ERRORS, SltaError) as error:
+    except (*hub.HUB_ERRORS, RuntimeError, SltaError) as error:
         yield f"Copy {', '.join(patterns)} from {model} to {folder} yourself: {hub.reason(error)}."
         return
     for file in sorted(wanted):

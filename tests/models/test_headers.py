@@ -198,11 +198,14 @@ def test_a_downloaded_model_is_read_from_the_cache(folder: Path, tmp_path: Path)
 def test_what_mergekit_has_downloaded_is_there_offline(
     layout: Callable[[Path, Path], Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Hub's client remembers the names of all files of a repository, of which mergekit downloads some."""
+    """The Hub's client remembers the names of all files of a repository; mergekit and transformers download some."""
     repository = layout(folder, tmp_path / "hub" / "org" / "model")
-    (repository / "README.md").write_text("a card")
-    path = ModelPath(path="org/model")
+    for name in ("README.md", "params.json"):
+        (repository / name).write_text("{}")
+    path, patterns = ModelPath(path="org/model"), ["config.json", "model*", "pytorch_model*"]
     with serve(tmp_path / "hub", tmp_path / "cache"):
         downloaded = ModelReference(model=path).local_path(cache_dir=str(tmp_path / "cache"))
+        less = huggingface_hub.snapshot_download(path.path, cache_dir=tmp_path / "less", allow_patterns=patterns)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         assert local_folder(path, str(tmp_path / "cache")) == Path(downloaded)
+        assert local_folder(path, str(tmp_path / "less")) == Path(less)
