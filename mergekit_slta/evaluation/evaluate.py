@@ -90,9 +90,8 @@ class Comparison(Paragraphs):
         mostly chance.
         """
         tasks = list(self.tasks.values())
-        limits = [
-            _limits(title, {name: s.loss for name, s in task.scores.items()}) for title, task in self.tasks.items()
-        ]
+        losses = ({name: score.loss for name, score in task.scores.items()} for task in tasks)
+        limits = list(map(_limits, self.tasks, losses))
         by_answers = all(task.short_answers >= FEW for task in tasks)
         means = {}
         for name in tasks[0].scores:

@@ -78,10 +78,8 @@ def run(
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
         try:
-            with (
-                joined("cuda" if options.multi_gpu else options.device) as ranks,
-                files_named("correct that and run the command again"),
-            ):
+            device = "cuda" if options.multi_gpu else options.device
+            with joined(device) as ranks, files_named("correct that and run the command again"):
                 _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out)
         finally:
             LoaderCache.loaders.clear()  # they map files, and what was adapted is of this merge alone

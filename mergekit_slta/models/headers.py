@@ -168,12 +168,9 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     if os.path.isdir(path.path):
         return Path(path.path)
     with contextlib.suppress(*hub.HUB_ERRORS, SltaError):
+        # The Hub's client refuses a folder that lacks any file that is asked for.
         folder = huggingface_hub.snapshot_download(
-            path.path,
-            revision=path.revision,
-            cache_dir=cache_dir,
-            local_files_only=True,
-            allow_patterns="config.json",  # the client refuses a folder that lacks any other file that is asked for
+            path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns="config.json"
         )
         weight_map(Path(folder))
         return Path(folder)
