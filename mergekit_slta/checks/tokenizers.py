@@ -101,8 +101,9 @@ def endless(experiment: Experiment) -> Iterator[str]:
             )
             continue
         own, rows = experiment.tokenizer(expert.reference), experiment.model(expert.reference).vocabulary or 0
-        known = {*tokenizer.get_vocab(), own.pad_token}  # which no answer needs, nor a token without a row
-        lost = sorted(token for token, index in own.get_added_vocab().items() if index < rows and token not in known)
+        known, added = tokenizer.get_vocab(), own.get_added_vocab()
+        # No answer needs the padding's token, nor one without a row.
+        lost = sorted(token for token in added if token not in known and added[token] < rows and token != own.pad_token)
         if lost and recipe.tokenizer_source is None:
             yield (
                 f"The merge has the tokenizer of {base}, which lacks {listed(lost)} of {expert}: if the merge needs "

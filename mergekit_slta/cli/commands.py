@@ -436,10 +436,11 @@ def merge(recipe: Path, out: str, **options: Any) -> Result | None:
     from mergekit_slta.engine.ranks import joined
     from mergekit_slta.host.merge import merge as merge_models
     from mergekit_slta.output import manifest
+    from mergekit_slta.recipe.experiment import device_of
     from mergekit_slta.recipe.recipe import Recipe
 
     merge_options = applied(options)
-    with joined("cuda" if merge_options["multi_gpu"] else merge_options["device"]) as ranks:
+    with joined(device_of(merge_options["device"], merge_options["multi_gpu"])) as ranks:
         with ranks.one_refusal():
             loaded = Recipe.load(recipe)
         folder = merge_models(loaded, out, **merge_options)

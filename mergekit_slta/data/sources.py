@@ -431,10 +431,8 @@ def _read_dataset(source: str) -> Sequence[Record]:
     try:
         try:
             loaded = load(name)
-        except (
-            ConnectionError,
-            HTTPError,
-        ):  # ``datasets`` does not look where ``hf download`` puts a dataset
+        except (ConnectionError, HTTPError):
+            # ``hf download`` puts a dataset where ``datasets`` does not look without a network.
             loaded = load(huggingface_hub.snapshot_download(name, repo_type="dataset", local_files_only=True))
     except Exception as error:  # datasets lets the errors of its readers and of the Hub pass
         if is_out_of_memory(error):

@@ -28,7 +28,7 @@ from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method,
 from mergekit_slta.models.architecture import ONE_AT_A_TIME, adapt_loaders
 from mergekit_slta.output import card, manifest
 from mergekit_slta.output.companions import entry_files, finish_folder, open_to_others, set_aside
-from mergekit_slta.recipe.experiment import Experiment, merge_options
+from mergekit_slta.recipe.experiment import Experiment, device_of, merge_options
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.words import listed
 
@@ -78,7 +78,7 @@ def run(
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
         try:
-            device = "cuda" if options.multi_gpu else options.device
+            device = device_of(options.device, options.multi_gpu)
             with joined(device) as ranks, files_named("correct that and run the command again"):
                 _merge(stock, Experiment(recipe, ranks=ranks, **options.model_dump()), out)
         finally:

@@ -337,18 +337,12 @@ class Decoder:
             path = paths[head]
             bias = f"{path}.bias" if f"{path}.bias" in names else None
             self.head = LinearMap(path, path, f"{path}.weight", bias, transposed=False)
-        # For each layer, the first one with the same modules, shapes and settings, which behaves alike. Of settings,
-        # flags and names must be equal; numbers, such as the layer's, may differ. A layer that shares modules with
-        # others is like no other: it may call those of their parts that are for its number.
+        # For each layer, the first one with the same modules, shapes and settings, which behaves alike. A layer that
+        # shares modules with others is like no other: it may call those of their parts that are for its number.
         types, kinds = getattr(model.config.get_text_config(), "layer_types", None) or [None] * len(self), []
         for number, layer in enumerate(self.layers):
             shared = self.shared_tensors.intersection(self.layer_tensors[number].values())
-            modules = [
-                (path, type(module), name, value if isinstance(value, bool | str) else type(value))
-                for path, module in layer.named_modules()
-                for name, value in {**vars(module), "": None}.items()
-                if not name.startswith("_") and isinstance(value, bool | str | int | None)
-            ]
+            modules = tuple((name, type(module), _choices(module)) for name, module in layer.named_modules())
             shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
             kinds.append((types[number], modules, shapes, number if shared else None))
         self.first_of_kind = [kinds.index(kind) for kind in kinds]
@@ -386,3 +380,12 @@ class Decoder:
     def as_called(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [B, S, ...] as the model's own code gives them to its layers."""
         return hidden.movedim(2, 0) if self.form.stacked else hidden
+
+
+def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
+    """A module's settings that are flags or names, such as a window; of numbers only that they are."""
+    return tuple(
+        (name, value if isinstance(value, bool | str) else type(value))
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, bool | str | int | None)
+    )

@@ -129,9 +129,8 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     text_config = config.get_text_config()
     tied = all(getattr(part, "tie_word_embeddings", True) for part in (config, text_config))
     if not tied and any(name.endswith("lm_head.weight") for name in tensors):
-        config.tie_word_embeddings = (
-            False  # Mistral Small's configuration ties by default; transformers loads it untied
-        )
+        # Mistral Small's configuration ties by default, and transformers loads the model untied.
+        config.tie_word_embeddings = False
     layers = max(getattr(part, "num_hidden_layers", None) or 0 for part in (config, text_config))
     if layers > len(tensors):  # building such a model may take forever
         raise SltaError(

@@ -72,8 +72,7 @@ class Experiment:
         if unknown := sorted(options.keys() - MergeOptions.model_fields.keys()):
             raise TypeError(f"mergekit has no option {', '.join(unknown)}.")
         self.options = merge_options(options, recipe.config.dtype)
-        on_all_gpus = self.options.multi_gpu and self.options.device == "cpu"
-        self.device = "cuda" if on_all_gpus else str(self.options.device)  # where the layers run
+        self.device = device_of(self.options.device, self.options.multi_gpu)  # where the layers run
         self.quiet = self.options.quiet or not self.ranks.first  # no progress bars: the first process shows them
         self.drawn: dict[tuple[Task, int], CalibrationData] = {}  # by task and number of samples
         # Those that were opened, with their records; whoever has drawn all samples clears it.
@@ -330,6 +329,11 @@ class Experiment:
             "files": f"{int(self.ranks.gather(int(stamps[:12], 16))[0]):x}",
             **more,
         }
+
+
+def device_of(device: object, multi_gpu: bool) -> str:
+    """Where layers run, by mergekit's options: with ``multi_gpu`` alone, its own device stays the CPU."""
+    return "cuda" if multi_gpu and str(device) == "cpu" else str(device)
 
 
 def require_device(name: str) -> None:
