@@ -1,8 +1,8 @@
 """``auto``: from the names of models to a scored merge and a verdict, by the other commands.
 
 Each step is a command, printed as one could type it, that writes one output below one folder. ``steps.json`` there has
-a hash of each finished step's command and inputs: a step whose hash is as it was, and whose output is there, is not run
-again.
+a hash of each finished step's command, code and inputs: a step whose hash is as it was, and whose output is there, is
+not run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import click
 from pydantic import TypeAdapter
 
-from mergekit_slta import files
+from mergekit_slta import __version__, files
 from mergekit_slta.checks.examine import examine, none_to_evaluate
 from mergekit_slta.checks.space import asking, needs
 from mergekit_slta.errors import MachineError, SltaError, as_note, one_line, refuse
@@ -30,7 +30,7 @@ from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import as_size
-from mergekit_slta.words import as_score, enumerated
+from mergekit_slta.words import as_score, enumerated, plain_number
 
 MERGE = "featcal"  # the merge that the others are compared with
 RIVALS = ("task_arithmetic", "actmat")
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """A hash of the command, and of the sizes and times of its input files; the Hub's are only named."""
+        """A hash of the command, its code, and the sizes and times of its input files; the Hub's are only named."""
         # Also of an adapter, and of a folder with a dataset, whose files may lie in folders below it.
         names = dict.fromkeys(part for name in self.inputs for part in (name, *re.split("[+?]", name)) if part)
         inputs = list[Path]()
@@ -56,7 +56,8 @@ class Step(NamedTuple):
             found = (file for file in path.glob(below) if file.name[0] != ".")  # such as .DS_Store
             inputs += sorted(found) if path.is_dir() else [path]
         stats = [(str(file), file.stat()) for file in inputs if file.is_file()]
-        return files.digest([*self.command, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
+        code = [__version__, files.commit()] if self.command[0] != "new" else []  # a recipe may have been edited
+        return files.digest([*self.command, *code, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
 
 
 class Plan:
@@ -148,10 +149,10 @@ class Plan:
         taken = needs(experiment)
         yield str(taken)
         written = [str(step.output) for step in self.answers.values() if not step.output.exists()]
-        asked = [task.reference for task in experiment.recipe.tasks if task.calibration in written]
-        if asked:
-            most = max(asking(experiment, model) for model in asked)
-            yield f"First, the models answer the prompts, each loaded whole, in up to {as_size(most)} of memory."
+        tasks = [task for task in experiment.recipe.tasks if task.calibration in written]
+        if tasks:
+            asked, most = [*map(str, tasks)], max(asking(experiment, task.reference) for task in tasks)
+            yield f"First, prompts are answered by {enumerated(asked)}, loaded whole: up to {as_size(most)} of memory."
         yield f"Comparison: {as_size(taken.merged * (len(self.merges) - 1))} more disk space until it is done"
 
 
@@ -241,7 +242,9 @@ class Run:
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
         judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
         for name, step in plan.merges.items():
-            if not keep and name not in (MERGE, judged.best):
+            if not keep and name not in (MERGE, judged.best) and step.output.exists():
+                self._marks.pop(str(step.output), None)  # half of it may stay
+                self._save()
                 shutil.rmtree(step.output, ignore_errors=True)
         self.say("\n".join(judged.lines), quiet=True)  # the caller prints them
         return judged
@@ -267,35 +270,40 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     rivals = [name for name in plan.merges if name in every[0].points and name != MERGE]
     rival = max(rivals, key=lambda name: sum(task.mean(name) for task in every), default="")
     ahead, error = lead(every, MERGE, rival) if rival else (1.0, 0.0)
-    better, lines = ahead > error, [*comparison.lacking, *(_sentence(title, task) for title, task in tasks.items())]
+    better = ahead > error
+    best = MERGE if better else rival
+    named = [(title, task, name) for name in dict.fromkeys((MERGE, best)) for title, task in tasks.items()]
+    lines = [*comparison.lacking, *(_sentence(*of) for of in named)]
     if BASE not in [*tasks, *comparison.unscored]:
         lines.append("What the merge keeps of the base model was not measured, because no prompts were given for it.")
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"no better than {rival}"
-        lines.append(f"{MERGE} is {words} by more than chance (on average {ahead:+.2f} ± {error:.2f}).")
+        low, high = (plain_number(limit, "+.2f") for limit in (ahead - error, min(ahead + error, 1.0)))
+        lines.append(f"{MERGE} is {words} by more than chance (on average by {low} to {high}).")
     ended = {title: task.scores for title, task in tasks.items() if task.ended_answers >= FEW}
     if on := [
         title for title, of in ended.items() if (of[MERGE].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)
     ]:
         lines.append(f"On {enumerated(on)}, {MERGE} stops less often after its answers than the task's own model does.")
-    if plan.answers:
+    if any(expert in plan.answers for expert in plan.experts):
         lines.append(
-            "The models answered general prompts, which say little about a narrow task; prompts of the task itself "
+            "The experts answered general prompts, which say little about a narrow task; prompts of the task itself "
             "(--calibration) say more."
         )
-    best = MERGE if better else rival
     lines.append(f"The merge is in {plan.merges[best].output}, its scores and a report in {plan.folder}.")
     return Verdict([*lines, f"Next: {_next(tasks, best, plan)}"], best)
 
 
-def _sentence(title: str, task: TaskComparison) -> str:
-    """What the merge gives of a task, with its 95 % interval, and what the task's own model gives."""
-    own, number, share = own_model(title), len(task.points[MERGE]), task.mean(MERGE)
+def _sentence(title: str, task: TaskComparison, merge: str) -> str:
+    """What a merge gives of a task, with its 95 % interval, and what the task's own model and the base model give."""
+    number, share = len(task.points[merge]), task.mean(merge)
     low, high = map(as_score, interval(share, number))
     counts = task.short_answers >= FEW  # tokens of one answer are not independent
-    of = f"{number} short answers" if counts else f"tokens of {number} answers"
-    known = f"({f'{low} to {high}; ' * counts}{own} {as_score(task.mean(own))})"
-    return f"{MERGE} gives {as_score(share)} of the {of} of {'the ' * (title == BASE)}{title} {known}."
+    all_tokens = f"tokens of {number} {'answers' if task.answers == task.prompts else 'prompts'}"
+    of = f"{number} short answers" if counts else all_tokens
+    others = ", ".join(f"{model} {as_score(task.mean(model))}" for model in dict.fromkeys((own_model(title), BASE)))
+    known = f"({f'{low} to {high}; ' * counts}{others})"
+    return f"{merge} gives {as_score(share)} of the {of} of {'the ' * (title == BASE)}{title} {known}."
 
 
 def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[float, float]:
@@ -307,20 +315,29 @@ def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[floa
     return fmean(map(fmean, wider)), Z * error
 
 
+def _no_better(task: TaskComparison, model: str) -> bool:
+    """Whether a model is no better at an expert's task than the base model by more than chance."""
+    ahead, error = lead([task], model, BASE)
+    return ahead <= error
+
+
 def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     """What the numbers suggest, and the command or the edit for it."""
-    for title in (title for title in tasks if title != BASE and len(plan.experts) > 1):
-        ahead, error = lead([tasks[title]], own_model(title), BASE)
-        if ahead <= error:
+    experts = {title: task for title, task in tasks.items() if title != BASE}
+    for title, task in experts.items():
+        if _no_better(task, own_model(title)):
             why = "which is no better than the base model by more than chance"
-            return f"leave {title} out, {why}, or give it more prompts; then run the command again with that change"
-    publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
-    if best != MERGE:
-        return f"take {best}, since {MERGE} is not better by more than chance: {publish} (or give more prompts)"
-    shares = {title: task.mean(MERGE) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
+            leave = f"leave {title} out, {why}, or give it" if len(plan.experts) > 1 else f"give {title}, {why},"
+            return f"{leave} more prompts, in the format of its training; then run the command again with that change"
+    shares = {title: task.mean(best) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
+    # Of token accuracy, which is never low, the base model too may have enough.
+    shares |= dict.fromkeys((title for title, task in experts.items() if _no_better(task, best)), 0.0)
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
-        return f"publish it, since it gives {ENOUGH} or more of what each task's own model gives: {publish}"
+        publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
+        why = f"since it gives {ENOUGH} or more of what each task's own model gives"
+        others = f", and {MERGE} is not better by more than chance" * (best != MERGE)
+        return f"publish {best}, {why}{others}: {publish}"
     edit = f"in {plan.recipes[MERGE].output}, and run the same command again"
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what the base model gives on them"

@@ -53,7 +53,8 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
     for title, task in tasks.items():  # what the verdict says is what `evaluate` says
         score, own = task["scores"]["featcal"], task["scores"][f"expert {title}"]
         shares = [as_score(share) for share in (score["accuracy"], score["accuracy_low"], score["accuracy_high"])]
-        said = "{} to {}; expert {title} {}".format(*shares[1:], as_score(own["accuracy"]), title=title)
+        accuracies = [as_score(one["accuracy"]) for one in (own, task["scores"]["base model"])]
+        said = "{} to {}; expert {title} {}, base model {}".format(*shares[1:], *accuracies, title=title)
         of = f"{shares[0]} of the {task['short_answers']} short answers of {title}"
         assert f"featcal gives {of} ({said})." in first.stdout
 
@@ -132,7 +133,8 @@ def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family
     models.calibration["strings"].write_text("".join(lines[100:]))
     said = run(*arguments(models, "sums", "strings", strings=copied)).stdout
     assert "no better than task_arithmetic-0.5 by more than chance" in said
-    assert "Next: take task_arithmetic-0.5" in said and Path("out/merged/task_arithmetic-0.5").is_dir()
+    assert "Next: publish task_arithmetic-0.5, since it gives 0.9 or more" in said
+    assert Path("out/merged/task_arithmetic-0.5").is_dir()
 
 
 def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> None:
@@ -210,13 +212,18 @@ def test_a_misspelt_model_leaves_a_folder_that_the_right_name_takes(models: fami
 
 
 @pytest.mark.parametrize("name", ["hf:{}?split=train", "{}/data/c++.jsonl", "org/base+{}/data"])
-def test_a_step_knows_that_an_input_has_changed(name: str, tmp_path: Path) -> None:
+def test_a_step_knows_that_an_input_or_the_code_has_changed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, file = auto.Step(["merge"], Path("out"), [name.format(tmp_path)]), tmp_path / "data" / "c++.jsonl"
     file.parent.mkdir()
     file.write_text("a")
     mark = step.mark
     (file.parent / ".DS_Store").touch()
     assert step.mark == mark
+    with monkeypatch.context() as patch:
+        patch.setattr(auto.files, "commit", lambda: "another")
+        assert step.mark != mark
     file.write_text("ab")
     assert step.mark != mark
 
@@ -235,13 +242,20 @@ def compared(points: dict[str, list[float]]) -> TaskComparison:
     return TaskComparison("model", number, number, number, 0, number, {}, points)
 
 
-def judged(keep: float = 1.0, task: float = 1.0, calibration: tuple[str, ...] = ("a.jsonl", "b.jsonl")) -> str:
+def judged(
+    keep: float = 1.0,
+    task: float = 1.0,
+    calibration: tuple[str, ...] = ("a.jsonl", "b.jsonl"),
+    base: float = 0.0,
+    rival: float = 0.1,
+) -> str:
     """The next step where featcal gives these shares of a task's answers and of the base model's."""
 
     def points(share: float) -> list[float]:
         return [1.0] * round(100 * share) + [0.0] * round(100 * (1 - share))
 
-    own = {"expert a": points(1), "base model": points(0), "featcal": points(task), "task_arithmetic-0.5": points(0.1)}
+    own = {"expert a": points(1), "base model": points(base), "featcal": points(task)}
+    own["task_arithmetic-0.5"] = points(rival)
     of_base = own | {"base model": points(1), "featcal": points(keep), "expert a": points(0)}
     tasks = {"a": compared(own), "base model": compared(of_base)}
     lines = auto.verdict(Comparison(tasks, ("b",)), auto.Plan("base", ["a"], Path("out"), calibration)).lines
@@ -253,6 +267,10 @@ def test_the_next_step_follows_from_the_numbers() -> None:
     assert judged().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
     assert "double the base model's 'weight' in out/recipes/featcal.yml" in judged(keep=0.5)
     assert "double 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
+    assert "double 'samples' in" in judged(task=0.5, rival=0.5)  # the same, and too little
+    assert "publish task_arithmetic-0.5, since" in judged(rival=1.0)
+    assert "double 'samples' in" in judged(task=0.91, base=0.9)  # no better than the base model
+    assert "give a, which is no better than the base model" in judged(base=1.0)
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())
 
 
