@@ -87,8 +87,8 @@ class CalibrationSource:
 
     source: str  # what the recipe gives as ``calibration``
     template: str  # a ``str.format`` string over a record's fields, or "" to choose the fields by their names
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase]  # of the base or merged model, which tokenizes everything
-    # Called only if that one lacks a chat template that is needed; may raise an SltaError.
+    load_tokenizer: Callable[[], PreTrainedTokenizerBase]  # which tokenizes everything
+    # Called only if that one lacks a chat template; may raise an SltaError.
     load_expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
     max_tokens: int  # of a sample, from its beginning
     seed: int  # decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``
@@ -110,9 +110,9 @@ class CalibrationSource:
         What is skipped, left out or cut is logged as a warning, in a sentence each; so is a lack of records.
 
         Args:
-            used: samples drawn before; records with the same tokens as one of them are left out, and none may be
-                left; so are those whose answer lies beyond ``max_tokens``, if others are left. If they are of this
-                source, nothing is said of the others.
+            used: samples drawn before; records with the same tokens as one of them, or as one that is drawn now, are
+                left out, and none may be left; so are those whose answer lies beyond ``max_tokens``, if others are
+                left. If they are of this source, nothing is said of the others.
             seed: another one than the source's own.
         """
         records = self.records
@@ -138,6 +138,7 @@ class CalibrationSource:
             elif row not in repeated:
                 lacks_answer = used and answer and answer[0] >= self.max_tokens
                 (unanswered if lacks_answer else drawn).append(_Sample(index, row, answer, text))
+                repeated.update([row] if used else [])
         described = quiet or any(data.source == self.source for data in used)
         if not (drawn or unanswered) and (not used or (unfit and not described)):
             all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
@@ -164,8 +165,10 @@ class CalibrationSource:
             yield f"skipped {counted(empty, 'empty row')}."
         if unfit:
             yield f"skipped {counted(len(unfit), 'row')}, the first because {unfit[0]}"
+        if blank := sum(sample.text.is_pair and not sample.text.answer for sample in drawn):
+            yield f"{blank} of {len(drawn)} prompts have no answer in their field for it: write one, or remove them."
         if copies := len(drawn) - len({sample.row for sample in drawn}):
-            yield f"{copies} of {len(drawn)} prompts have the same {self.max_tokens} tokens as another: remove copies."
+            yield f"{copies} of {len(drawn)} prompts repeat another, as far as 'max_tokens' goes: remove copies."
         left_out = Counter(("the chat template", part) for sample in drawn for part in sample.text.left_out)
         left_out.update(("calibration", f"the field {name!r}") for sample in drawn for name in sample.text.unread)
         for (who, part), count in left_out.items():
@@ -189,11 +192,12 @@ class CalibrationSource:
             )
         written = [*self.tokenizer.get_added_vocab(), "[INST]"]  # in rows that are written for a chat model
         pairs = [text for text in texts if text.is_pair and not any(marker in text.text for marker in written)]
-        if pairs and has_chat_template(self.tokenizer):
-            yield (
-                f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: for experts that were "
-                "trained on chats, give them as 'messages'."
-            )
+        with contextlib.suppress(SltaError):  # no model has a chat template
+            if pairs and self._chat_tokenizer:
+                yield (
+                    f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: for experts that "
+                    "were trained on chats, give them as 'messages'."
+                )
         if "\\n" in self.template:
             yield "the template has a backslash and an n: for a new line, write it in double quotes."
         chats = [(text.text, text.conversation) for text in texts if text.is_chat]
@@ -445,6 +449,8 @@ def _read_dataset(source: str) -> Sequence[Record]:
         if split not in loaded:
             splits = ", ".join(map(str, loaded))
             raise SltaError(f"Calibration source {source!r} has several splits: choose with '?split=' from {splits}.")
+        if split != "train":
+            LOG.warning("Calibration source %r has only the split %s, which is read.", source, split)
         loaded = loaded[split]
     return loaded.select_columns(_text_columns(loaded.features))
 
@@ -488,7 +494,7 @@ def source_key(source: str) -> tuple[str, ...]:
 
 
 def source_name(source: str) -> str:
-    """A source's name for published files: the recipe's spelling, but only the last part of an absolute path."""
+    """A source's name for published files: the recipe's spelling, but only the last part of a private path."""
     if not is_dataset(source):
         return published_path(source)
     name, mark, query = source.removeprefix(DATASET_PREFIX).partition("?")

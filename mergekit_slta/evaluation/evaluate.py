@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Unpack
@@ -18,7 +18,7 @@ from mergekit.io.tasks import LoaderCache
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
-from mergekit_slta.data.sources import source_key
+from mergekit_slta.data.sources import CalibrationData, source_key, source_name
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
@@ -26,13 +26,14 @@ from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, data_of, loaded, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, data_of, loaded, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
-from mergekit_slta.words import as_score, enumerated
+from mergekit_slta.words import as_score, enumerated, plain_number
 
 SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
 BASE = "base model"  # its name in tables, and that of its own task
+LEAST_GAIN = 0.01  # nats per token
 Z = 1.96  # standard errors of a 95 % interval
 MORE = "Name test data with `evaluation`, or add prompts (60 or more: 30 calibrate, the rest is held out)"
 
@@ -70,6 +71,9 @@ class TaskComparison:
     # By them, a number for each prompt that counts: the mean is the accuracy, or of few answers the token accuracy.
     points: dict[str, list[float]] = field(default_factory=dict)
 
+    source: str = ""  # of the prompts
+    sha256: str = ""  # of their tokens
+
     def mean(self, model: str) -> float:
         return fmean(self.points[model])
 
@@ -86,8 +90,7 @@ class Comparison(Paragraphs):
         """Each model's means over the tasks where they are defined: the most accurate first, then the most gain kept.
 
         Lost and gained answers are summed. Where a task has few short answers, the gain kept decides alone, and the
-        mean accuracy is without that task. Of the gain kept, a task counts by the gain: a share of next to nothing is
-        mostly chance.
+        mean accuracy is without that task. Of the gain kept, a task counts by the gain.
         """
         tasks = list(self.tasks.values())
         losses = ({name: score.loss for name, score in task.scores.items()} for task in tasks)
@@ -106,7 +109,9 @@ class Comparison(Paragraphs):
             means[name] = TaskScore(accuracy, None, None, **sums, **averages)
 
         def rank(name: str) -> tuple[float, ...]:
-            return (-(means[name].accuracy or 0.0) * by_answers, -(means[name].gain_kept or 0.0), means[name].loss)
+            mean = means[name]
+            numbers = -(mean.accuracy or 0.0) * by_answers, -(mean.gain_kept or 0.0), mean.loss
+            return tuple(math.inf if math.isnan(number) else number for number in numbers)
 
         return {name: means[name] for name in sorted(means, key=rank)}
 
@@ -157,7 +162,7 @@ class Comparison(Paragraphs):
             )
             yield table(lambda score: as_score(score.gain_kept))
         yield "Loss: negative log-likelihood per token of the answers (of all tokens without one); lower is better"
-        yield table(lambda score: f"{score.loss:.4f}")
+        yield table(lambda score: plain_number(score.loss, ".4f"))
         counts = ("prompts", "answers", "short_answers", "ended_answers", "tokens")
         rows = [[name, *(str(getattr(task, count)) for count in counts)] for name, task in tasks.items()]
         yield Table(["task", *(count.replace("_", " ") for count in counts)], rows)
@@ -172,7 +177,7 @@ class Comparison(Paragraphs):
                 "and gained answers compare with the base model, and accuracy counts only the answers that it gives."
             )
             if keep.scores[BASE].gain_kept is None:
-                yield "The experts do no worse there than the base model, so these prompts cannot show what is kept."
+                yield "There the experts do hardly worse than the base model, so nothing shows what is kept of it."
         tasks = self.tasks
         experts = {name: task for name, task in tasks.items() if name != BASE}
         if long := [name for name, task in experts.items() if task.answers and not task.short_answers]:
@@ -180,7 +185,7 @@ class Comparison(Paragraphs):
         if keep and keep.answers and not keep.short_answers:
             yield f"No accuracy on {BASE}: it gives no answer of at most {SHORT_ANSWER} tokens exactly."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
-            yield f"The expert is no better than the base model, so its gain is not defined, on: {', '.join(idle)}."
+            yield f"The expert is hardly better than the base model, so its gain is not defined, on: {', '.join(idle)}."
         highest = {name: task.scores[own_model(name)].accuracy_high for name, task in experts.items()}
         if weak := [name for name, share in highest.items() if share is not None and share < 0.5]:
             yield (
@@ -234,7 +239,8 @@ def evaluate(
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     recipes = _calibrated(experiment, folders)
-    groups = {title: group for title, task in tasks.items() if (group := _held_out(experiment, task, samples, recipes))}
+    held_out = {title: experiment.held_out(task, samples, recipes) for title, task in tasks.items()}
+    groups = {title: group for title, data in held_out.items() if (group := _samples_of(data))}
     experiment.sources.clear()
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE} and merge again.")
@@ -257,11 +263,13 @@ def evaluate(
         doing = f"Evaluating {name}, {number} of {len(models)} models"
         scores.append(score_model(model, samples_of, device=device, doing=doing, quiet=quiet))
     compared = dict[str, TaskComparison]()
-    for (title, group), *of_task in zip(groups.items(), *scores, strict=True):
-        by_model, own = dict(zip(models, of_task, strict=True)), experiment.recipe.names[tasks[title].reference]
-        compared[title] = _task(title, own, group, by_model, experiment.samples_tokenizer)
+    for (title, group), *by_all in zip(groups.items(), *scores, strict=True):
+        by_model, own = dict(zip(models, by_all, strict=True)), experiment.recipe.names[tasks[title].reference]
+        of_task, data = _task(title, own, group, by_model, experiment.samples_tokenizer), held_out[title]
+        compared[title] = replace(of_task, source=source_name(data.source), sha256=data.sha256)
     comparison = Comparison(compared, tuple(title for title in tasks if title not in groups))
-    for folder, name in zip(folders, merges, strict=True):
+    for folder, name, result in zip(folders, merges, results, strict=True):
+        result.refuse_changes()  # another merge would get the scores
         _add_scores(folder, name, comparison)
     return comparison
 
@@ -270,7 +278,8 @@ def _add_scores(folder: Path, name: str, comparison: Comparison) -> None:
     """Add a merge's scores to its manifest, if its folder has one that can be read and written."""
     file, scores = folder / MANIFEST_OF_MERGE, dict[str, dict[str, Any]]()
     for of in comparison.tasks.values():
-        scores[of.model] = {"prompts": of.prompts, "short_answers": of.short_answers, **asdict(of.scores[name])}
+        scored = {key: getattr(of, key) for key in ("source", "sha256", "prompts", "short_answers")}
+        scores[of.model] = scored | asdict(of.scores[name])
     with contextlib.suppress(OSError, ValueError, TypeError):
         files.write(file, as_json(json.loads(file.read_bytes()) | {"scores": scores}).encode())
 
@@ -313,9 +322,9 @@ def _changed_sources(recipe: Recipe, folder: Path, experiment: Experiment) -> It
                         yield task.calibration
 
 
-def _held_out(experiment: Experiment, task: Task, samples: int, recipes: Sequence[Recipe]) -> Group:
+def _samples_of(data: CalibrationData) -> Group:
     """A task's held-out records, to predict their answers as far as they are in the row, or all tokens without one."""
-    data, group = experiment.held_out(task, samples, recipes), list[Sample]()
+    group = list[Sample]()
     for row, answer in zip(data.token_ids, data.answers, strict=True):
         begin, end = answer or (1, len(row))
         if len(row) > 1:  # otherwise nothing can be predicted
@@ -366,9 +375,13 @@ def _task(
 
 
 def _limits(title: str, losses: Mapping[str, float]) -> tuple[float, float]:
-    """The losses at which the gain kept is 0, the base model's (on its own task the experts' mean), and 1."""
+    """The losses at which the gain kept is 0, the base model's (on its own task the experts' mean), and 1.
+
+    They are the same where the gain is next to nothing: a share of that is chance.
+    """
     experts = [loss for name, loss in losses.items() if name.startswith(own_model(""))]
-    return fmean(experts) if title == BASE else losses[BASE], losses[own_model(title)]
+    worse, better = fmean(experts) if title == BASE else losses[BASE], losses[own_model(title)]
+    return worse, better if worse - better > LEAST_GAIN else worse
 
 
 def interval(share: float, number: int) -> tuple[float, float]:

@@ -260,7 +260,7 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     joined = " ".join(text.split())
     for said in (
         "because all prompts calibrate: words. Name test data with `evaluation`, or add prompts (60 or more",
-        "The expert is no better than the base model, so its gain is not defined, on: code.",
+        "The expert is hardly better than the base model, so its gain is not defined, on: code.",
         "all tokens of a prompt are scored",
         "On their own tasks these experts give under half of the short answers: code.",
     ):
@@ -280,13 +280,15 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
 
 
 def test_a_task_counts_in_the_mean_gain_by_its_experts_gain() -> None:
-    """Of the second task, nothing can be kept: a thousandth of a nat."""
+    """Of the second task nothing can be kept, of the third little: a thousandth and a tenth of a nat."""
     expert = ("expert a", None, 1.0, 2.0)
     of_a = scores_of(("base model", None, 0.0, 3.0), expert, ("expert b", None, 0.0, 3.0), ("merge", None, 0.5, 2.5))
     of_b = scores_of(("base model", None, 0.0, 2.001), expert, ("expert b", None, 1.0, 2.0), ("merge", None, -9, 2.01))
-    tasks = {"a": TaskComparison("a", 9, 9, 0, 0, 9, of_a), "b": TaskComparison("b", 9, 9, 0, 0, 9, of_b)}
-    found = Comparison(tasks)
-    assert found.ranking["merge"].gain_kept == pytest.approx((0.5 - 0.009) / 1.001, abs=IN_FLOAT64)
+    others = [(f"expert {name}", None, 1.0, 2.0) for name in "bc"]
+    of_c = scores_of(("base model", None, 0.0, 2.1), expert, *others, ("merge", None, -1, 2.2))
+    scores = {"a": of_a, "b": of_b, "c": of_c}
+    found = Comparison({name: TaskComparison(name, 9, 9, 0, 0, 9, of) for name, of in scores.items()})
+    assert found.ranking["merge"].gain_kept == pytest.approx((0.5 - 0.1) / 1.1, abs=IN_FLOAT64)
 
 
 def test_few_short_answers_rank_no_model_and_are_no_part_of_its_mean() -> None:
