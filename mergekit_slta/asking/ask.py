@@ -188,7 +188,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     if ignored:
         fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
         LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
-    for sentence in source.control_tokens([json.dumps(prompt.record, ensure_ascii=False) for prompt in asked]):
+    for sentence in source.control_tokens([_lines(prompt.record) for prompt in asked]):
         LOG.warning("%s", sentence)
     return asked
 
@@ -340,7 +340,7 @@ def _loops(words: list[int]) -> bool:
 
 
 def _lines(*entries: Any) -> str:
-    return "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries)
+    return "".join(json.dumps(entry, ensure_ascii=False, default=str) + "\n" for entry in entries)
 
 
 def _finished(beside: Path, run: str) -> dict[int, _Answer]:

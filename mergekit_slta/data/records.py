@@ -44,9 +44,13 @@ ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call
 SYSTEM = ("system", "system_prompt")  # a conversation's system prompt in a field of its own
 REASON, CALLED = "the reasoning", "the tool calls"  # parts that a chat template may leave out
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
-CODE = ("code", "solution", "summary", "target")  # what may stand beside ``text``, which is read alone
+BESIDE_TEXT = ("code", "label", "solution", "summary", "target")  # what may stand there; the text is read alone
 # What only a template of a recipe names.
-UNREAD = ("context", "passage", "choices", "options", "history", "functions", *MEDIA)
+UNREAD = (
+    *("context", "passage", "article", "schema", "choices", "options", "history", "functions", "rationale"),
+    *(*REASONING, *MEDIA),
+)
+BY_CHANCE = 20  # a text may hold so many characters of another field by chance
 DEEPEST = 100  # lists and tables within each other: more would overflow what writes them
 _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it
 MARK = "\ue000"  # a character for private use, which chat templates neither strip nor write themselves
@@ -89,6 +93,8 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
         UnfitRecord: the record lacks these fields, or does not fit the template or the chat template.
         SltaError: the template is not valid, or there is no chat template.
     """
+    if record.get("label") is False and not template and _groups_in(record)[:1] != [("text",)]:
+        raise UnfitRecord(f"{where} has an answer that was rejected ('label' is false).")
     text = _fill(template, record, where) if template else _by_fields(record, where, render_chat)
     if re.search("[\ud800-\udfff]", text.text):
         raise UnfitRecord(f"{where} holds half of a character, which no tokenizer reads: correct it.")
@@ -112,8 +118,8 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
         parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
         if any(part.strip() for part in parts):
             text = _joined(fields, parts, record)
-            names = sorted(ANSWERS | {*CODE}) if fields == ("text",) else (*UNREAD, *SYSTEM)
-            beside = [name for name in unread(record, names) if str(record[name]).strip() not in text.text]
+            names = sorted(ANSWERS | {*BESIDE_TEXT}) if fields == ("text",) else (*UNREAD, *SYSTEM)
+            beside = [name for name in unread(record, names) if not _holds(text, str(record[name]).strip())]
             return text._replace(unread=tuple(beside), is_pair=len(fields) > 1)
     if not chat_fields and not groups:
         raise UnfitRecord(
@@ -129,6 +135,12 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
 def unread(record: Record, names: Iterable[str] = UNREAD) -> tuple[str, ...]:
     """The fields of these names that hold something."""
     return tuple(name for name in names if not is_blank(record.get(name)))
+
+
+def _holds(text: Text, words: str) -> bool:
+    """Whether a text has a field's words, and not by chance."""
+    known = text.is_pair or text.answer is not None or len(words) > BY_CHANCE
+    return words in text.text if known else text.text.rstrip().endswith(words)
 
 
 def _joined(fields: tuple[str, ...], parts: list[str], record: Record) -> Text:
@@ -176,6 +188,8 @@ def _plain_text(value: Any, what: str) -> str:
         return ""
     if isinstance(value, (list, dict, bytes)):
         raise UnfitRecord(f"{what} holds a {type(value).__name__}, not text: give the expert a 'template'.")
+    if re.match(r"\[{'(role|content|from|value)'", str(value)):
+        raise UnfitRecord(f"{what} holds turns as Python prints them: save the rows as JSON.")
     return str(value)
 
 
@@ -256,12 +270,13 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
     change, text, left_out = _written(turns, tools, render, where)
     answer = _last_turn_in(turns, text, lambda marked: render(change(marked)))
     said = json.dumps(turns, ensure_ascii=False, default=str)
-    return Text(text, True, False, answer, tuple(left_out), unread(record), said)
+    names = UNREAD if turns[-1]["role"] == "assistant" else (*UNREAD, *sorted(ANSWERS))
+    return Text(text, True, False, answer, tuple(left_out), unread(record, names), said)
 
 
 def with_system(turns: Turns, record: Record) -> Turns:
     """A conversation with the system prompt that its record has in a field of its own."""
-    system = next((record[name] for name in SYSTEM if not is_blank(record.get(name))), None)
+    system = next((_text_of(decoded(record[name])) for name in SYSTEM if not is_blank(record.get(name))), None)
     has_none = not any(turn["role"] == "system" for turn in turns)
     return [{"role": "system", "content": system}, *turns] if isinstance(system, str) and has_none else turns
 
@@ -290,7 +305,8 @@ def turns_of(value: Any, what: str) -> Turns:
 
 
 def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
-    roles, contents = ([turn[key] for key in keys if key in turn] for keys in (("role", "from"), ("content", "value")))
+    of_role, of_content = ("role", "from"), ("content", "value", "text")
+    roles, contents = ([turn[key] for key in keys if key in turn] for keys in (of_role, of_content))
     if not roles:
         raise UnfitRecord(
             f"{what} has a turn without 'role' and 'content', or 'from' and 'value': its fields are {', '.join(turn)}."
@@ -308,7 +324,7 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     normal = {"role": ROLES[role], "content": _text_of(content)}
     if calls:
         normal["tool_calls"] = [_call(call, what) for call in (calls if isinstance(calls, list) else [calls])]
-    unnamed = _without(turn, "role", "from", "content", "value", "tool_calls", "function_call")
+    unnamed = _without(turn, *of_role, *of_content, "tool_calls", "function_call")
     return normal | {key: entry for key, entry in unnamed.items() if not is_blank(entry)}
 
 

@@ -352,13 +352,6 @@ def test_an_answer_that_repeats_one_phrase_to_the_limit_is_left_out(
     assert any("of 128 did no harm" in message for message in caplog.messages) == is_kept
 
 
-def test_prompts_that_say_control_tokens_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, _, _ = of_script(tmp_path, "ho</s>", None)
-    prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "what is </s>"}, {"prompt": "hi"}])
-    slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=3, quiet=True)
-    assert "1 of 2 prompts say control tokens such as '</s>', which the model takes for its own" in caplog.text
-
-
 def test_an_adapter_is_applied(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     adapter = write_adapter(folder, tmp_path / "adapter", "q_proj", "down_proj", alpha=40)

@@ -338,6 +338,9 @@ def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
         ({"messages": SAID, "history": [["a", "b"]], "system": "d"}, ["history"]),
         ({"text": "a", "context": "c", "answer": "a"}, []),
         ({"text": "a", "code": "c"}, ["code"]),
+        ({"text": "Is it so, yes or no?", "answer": "no"}, ["answer"]),
+        ({"question": "a", "answer": "b", "reasoning": "c"}, ["reasoning"]),
+        ({"messages": [turn("user", "a")], "answer": "b"}, ["answer"]),
     ],
 )
 def test_fields_that_are_not_read_are_counted(

@@ -49,7 +49,7 @@ def write_jsonl(path: Path, records: Sequence[Any]) -> str:
 
 
 def not_needed() -> PreTrainedTokenizerBase:
-    raise AssertionError("the expert's tokenizer was loaded although nothing needs it")
+    raise SltaError("the expert has no tokenizer")
 
 
 def source_of(source: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> CalibrationSource:
