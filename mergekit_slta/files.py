@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,9 +96,13 @@ def versions() -> dict[str, str]:
     return {"mergekit-slta": __version__, **installed}
 
 
+@functools.cache
 def commit() -> str:
-    """The commit that pip has installed this package from; empty for a release, and in a clone."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        installed = importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json")
-        return str(json.loads(installed or "{}").get("vcs_info", {}).get("commit_id", ""))
+    """The commit that pip has installed this package from, or of a clone, with "-dirty" after edits; else empty."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
+        installed = json.loads(importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json") or "{}")
+        if installed.get("dir_info", {}).get("editable"):
+            words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]
+            return subprocess.run([*words, "--exclude=*"], capture_output=True, text=True).stdout.strip()
+        return str(installed.get("vcs_info", {}).get("commit_id", ""))
     return ""

@@ -8,13 +8,6 @@ import pytest
 from mergekit_slta import files
 
 
-def test_a_file_and_its_folder_are_made(tmp_path: Path) -> None:
-    files.write(tmp_path / "new" / "folder" / "file", b"content")
-    files.write(tmp_path / "new" / "folder" / "file", b"other")
-    assert (tmp_path / "new" / "folder" / "file").read_bytes() == b"other"
-    assert [entry.name for entry in (tmp_path / "new" / "folder").iterdir()] == ["file"]
-
-
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError, match=re.escape(f"'{tmp_path / 'folder'}'")):

@@ -18,7 +18,6 @@ from mergekit.io.tasks import LoaderCache
 from torch.utils._pytree import tree_map
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import Model, folder_headers, source_folders
@@ -37,17 +36,17 @@ class Checkpoint:
     def __init__(self, model: Model) -> None:
         cache, reference = LoaderCache(), model.reference
         self.reference, self.config = reference, model.config
-        with hub.asking(reference.model):
-            self._folders = source_folders(reference, cache.hf_cache_dir)
+        self.folders = source_folders(reference, cache.hf_cache_dir)  # of the model and of its adapter
         with reading(self, "cannot be opened", "get undamaged copies of its files"):
-            self._files = source_files(*self._folders)
+            self._files = source_files(*self.folders)
             self.stamps = stamps(self._files)  # of the files that decide the tensors
             how = cache.lora_cache_dir, model.trust_remote_code, cache.lora_merge_dtype
             merged = merge_adapter(reference, *how) if reference.lora else reference
             self._loader = merged.lazy_loader(cache_dir=cache.hf_cache_dir, lazy_unpickle=cache.lazy_unpickle)
         self.folder = self._loader.index.base_path  # of the files, the LoRA merged
-        # With the headers of these files.
-        self.model = replace(model, tensors=folder_headers(Path(self.folder))) if reference.lora else model
+        # With the headers of these files; on the Hub, nobody has compared them with the index.
+        changed = reference.lora or model.folder is None
+        self.model = replace(model, tensors=folder_headers(Path(self.folder))) if changed else model
 
     def __str__(self) -> str:
         return str(self.reference)
@@ -122,7 +121,7 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the model by its content, before an adapter is merged into it."""
-        fingerprint = fingerprint_of(*self._folders)
+        fingerprint = fingerprint_of(*self.folders)
         self.refuse_changes()
         return fingerprint
 
@@ -139,8 +138,8 @@ class ExpertStack(torch.Tensor):
     """A float32 tensor [E, ...] whose parts are read when they are used.
 
     ``stack[e]`` reads the matrix or the bias of one expert. transformers' eager code for mixtures, which calls one
-    expert after the other, asks for nothing else. Any other operation gets all parts for as long as it takes, which is
-    correct but needs their memory. Nothing can be written to a stack.
+    expert after the other, asks for nothing else. ``torch.equal`` goes part by part. Any other operation gets all parts
+    for as long as it takes, which is correct but needs their memory. Nothing can be written to a stack.
 
     ``part`` reads one expert's part [...] to the device, given its number.
     """

@@ -15,7 +15,7 @@ from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 
 from mergekit_slta import files
-from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset
+from mergekit_slta.data.sources import DATASET_PREFIX, is_dataset, source_name
 from mergekit_slta.errors import printable, reading
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.output import manifest
@@ -89,9 +89,12 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
             * solution.has_base_task
         )
         paragraphs.append(f"{printable(solution.verdict())} The share says little about accuracy.{of_base}")
-    local = [_code(task.source) for task in made.tasks if not is_dataset(task.source)]
+    sources = [task.calibration for task in recipe.tasks if task.calibration]
+    local = [_code(source_name(source)) for source in sources if not is_dataset(source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
-    commit = made.versions["commit"]
+    if solution is not None and not sources:
+        needed = f" and `{STATISTICS_OF_MERGE}` from here, under the name that the recipe has for its `statistics`"
+    commit = made.versions["commit"] if not made.versions["commit"].endswith("-dirty") else ""
     option = ADAPTER_OPTION * any(reference.lora for reference in recipe.references)
     command = f"mergekit-yaml merged/{RECIPE_OF_MERGE} merged{option}"
     paragraphs += [
@@ -105,7 +108,8 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     if solution is not None:
         paragraphs.append(
             f"`{STATISTICS_OF_MERGE}` holds the measurement. To merge again without prompts, name that file under "
-            "`statistics` among the recipe's parameters, and leave `calibration` out."
+            "`statistics` among the recipe's parameters, and leave `calibration` out"
+            f"{' (but not the `weight` of the base model)' * solution.has_base_task}."
         )
     versions = [f"{name} {version}" for name, version in made.versions.items() if name != "commit"]
     return "\n\n".join([*paragraphs, f"Made with {', '.join(versions)}{made.machine and f' on {made.machine}'}."])
@@ -142,10 +146,14 @@ def _score_table(made: Manifest) -> str:
 
 
 def published_recipe(recipe: Recipe) -> str:
-    """A recipe's YAML with mergekit's keys, without comments, and with private paths by their last parts."""
+    """A recipe's YAML with mergekit's keys, and with private paths by their last parts.
+
+    Of its comments, the commands stay that have models answer prompts: nothing else tells how these were made.
+    """
     content = {key: value for key, value in recipe.content.items() if key in MergeConfiguration.model_fields}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
-    return without_private_paths(text, recipe).strip()
+    asked = [f"{line}\n" for line in recipe.text.splitlines() if line.startswith("#   mergekit-slta ask ")]
+    return without_private_paths("".join(asked) + text, recipe).strip()
 
 
 def without_private_paths(text: str, recipe: Recipe) -> str:

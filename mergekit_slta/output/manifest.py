@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 import torch
 from mergekit.common import ModelReference
-from mergekit.io.tasks import LoaderCache
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import source_name
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import MANIFEST_OF_MERGE
+from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import fingerprint_of
-from mergekit_slta.models.headers import source_folders
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import SOURCES, published_name
 from mergekit_slta.recipe.settings import Parameters, expert_parameters
@@ -28,13 +27,16 @@ from mergekit_slta.tables import as_json
 _SNAPSHOT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
 
 
+HASHED = ("weights", "prompts")  # of a model, by which two merges are compared
+
+
 class MergedModel(BaseModel, frozen=True):
     """The base model or an expert."""
 
     name: str
     revision: str = ""  # on the Hub: the commit, of a download, or as the recipe names it
     sha256: str  # of the names, shapes and types of its tensors and a sample of their values
-    parameters: dict[str, Any] = {}  # its own in the recipe, with the defaults filled in
+    parameters: dict[str, Any] = {}  # its own in the recipe, with the defaults filled in; the base model's prompts
 
 
 class MergedTask(BaseModel, frozen=True):
@@ -61,7 +63,7 @@ class Manifest(BaseModel, frozen=True):
     machine: str = ""  # as "Linux x86_64, CPU"
     sha256: str = ""  # of the merged model, as ``MergedModel`` has it
     # By the model whose task it is: the ``TaskScore`` of the merge, with the numbers of prompts; by ``evaluate``.
-    scores: dict[str, dict[str, int | float | None]] = {}
+    scores: dict[str, dict[str, Any]] = {}
 
 
 def describe(
@@ -77,27 +79,33 @@ def describe(
     """
     recipe, config = experiment.recipe, experiment.recipe.config
     given, base = expert_parameters(config), recipe.keep
-    own = [{"samples": base.samples, "weight": base.weight} if base else {}]
-    kind, not_told = recipe.settings.expert, SOURCES - {"samples"}
-    own += [_filled(kind, given[expert.reference], not_told) for expert in recipe.experts]
-    hashes = [model.fingerprint for model in (experiment.checkpoints if whole else [experiment.base])]
-    hashes += [""] * (len(recipe.references) - len(hashes))
+    # Without prompts, a statistics file knows which were measured.
+    not_told = set() if any(task.calibration for task in recipe.tasks) else {"samples", "seed", "max_tokens"}
+    of_base = {"samples": base.samples if base else 0, "weight": recipe.keep_weight}
+    own = [{key: of_base[key] for key in of_base.keys() - not_told} if recipe.settings.runs_models else {}]
+    kind = recipe.settings.expert
+    own += [_filled(kind, given[expert.reference], SOURCES - {"samples"} | not_told) for expert in recipe.experts]
+    checkpoints = experiment.checkpoints if whole else [experiment.base]
+    revisions, hashes = [*map(_revision, checkpoints)], [model.fingerprint for model in checkpoints]
+    for known in (revisions, hashes):
+        known += [""] * (len(recipe.references) - len(known))
     models = [
-        MergedModel(
-            name=recipe.names[model], revision=_revision(model) if whole else "", sha256=sha256, parameters=parameters
-        )
-        for model, sha256, parameters in zip(recipe.references, hashes, own, strict=True)
+        MergedModel(name=recipe.names[model], revision=revision, sha256=sha256, parameters=parameters)
+        for model, revision, sha256, parameters in zip(recipe.references, revisions, hashes, own, strict=True)
     ]
-    settings = _filled(type(recipe.settings), config.parameters or {}, {"report"})
+    settings = _filled(type(recipe.settings), config.parameters or {}, {"report"} | not_told)
     if settings.get("statistics"):
         settings["statistics"] = source_name(settings["statistics"])
     device = experiment.device
     device = torch.cuda.get_device_name(device) if device.startswith("cuda") else device.upper()
     tokenizer = recipe.tokenizer_source
     tokenizer = published_name(tokenizer) if isinstance(tokenizer, ModelReference) else tokenizer
+    settings |= {"dtype": config.dtype, "out_dtype": config.out_dtype, "tokenizer_source": tokenizer}
+    if any(model.lora for model in recipe.references):
+        settings["lora_merge_dtype"] = experiment.options.lora_merge_dtype
     return Manifest(
         method=config.merge_method,
-        settings=settings | {"dtype": config.dtype, "out_dtype": config.out_dtype, "tokenizer_source": tokenizer},
+        settings=settings | {"chat_template": config.chat_template},
         base_model=models[0],
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
@@ -131,7 +139,7 @@ def differences(before: Manifest, now: Manifest) -> list[str]:
     copies = {model.name: here[model.sha256] for model in others if model.sha256 in here}  # the same, in another place
     had, has = _facts(before, copies), _facts(now, {})
     clauses = [
-        f"other {name}" if name.startswith(("weights of", "prompts of")) else f"{name} {had[name]} instead of {value}"
+        f"other {name}" if name.split()[0] in HASHED else f"{name} {had[name]} instead of {value}"
         for name, value in has.items()
         if name in had and had[name] != value
     ]
@@ -174,10 +182,8 @@ def _tasks(experiment: Experiment, solution: Solution | None) -> Iterator[Merged
         yield MergedTask(model=name, source=source, template=template, revision=revision, prompts=count, sha256=sha256)
 
 
-def _revision(model: ModelReference) -> str:
+def _revision(model: Checkpoint) -> str:
     """The commits of a model and of its adapter in the Hub's cache, else the revisions that the recipe names."""
-    places = zip(
-        filter(None, (model.model, model.lora)), source_folders(model, LoaderCache().hf_cache_dir), strict=False
-    )
+    places = zip(filter(None, (model.reference.model, model.reference.lora)), model.folders, strict=False)
     commits = [(_SNAPSHOT.search(str(folder)), path.revision or "") for path, folder in places]
     return "+".join(found[1] if found else named for found, named in commits).strip("+")

@@ -1,4 +1,4 @@
-"""Publish a merged model on the Hugging Face Hub: checked, with its card, recipe and statistics, and nothing else."""
+"""Publish a merged model on the Hugging Face Hub: checked, and without what does not belong to it."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def publish(
 ) -> Publication:
     """Check a merged model, bring its card up to date, and upload it to the Hugging Face Hub.
 
-    Weights, configuration, tokenizer, card, recipe and statistics are uploaded in one commit, with paths of this
-    machine taken out of the texts; calibration data, caches and unfinished files never are.
+    All that belongs to the model is uploaded in one commit, with paths of this machine taken out of the texts;
+    calibration data, caches and unfinished files never are.
 
     Args:
         merged: the folder that the merge was written to.

@@ -60,8 +60,8 @@ class Verification:
 def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[Options]) -> Verification:
     """Re-read a merged model tensor by tensor, and check that programs can use it.
 
-    Its tensors must be those that its manifest names, with these values, by the recipe that the manifest tells of, and
-    their values be finite. transformers loads the folder, by its own configuration and without its weights;
+    Its tensors must be those that its manifest has a hash of, by the recipe that the manifest tells of, and their
+    values be finite. transformers loads the folder, by its own configuration and without its weights;
     configuration and tokenizer must be the base model's, but for what a merge changes. The base model's other tensors
     and files are looked for. The experts are opened only where the manifest has other names. Merges by mergekit's own
     methods have no manifest.

@@ -31,7 +31,7 @@ def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)
-    recipe.write_text(f"# in {Path.home()}/recipes\n{recipe.read_text()}")
+    recipe.write_text(f"# in {Path.home()}/recipes\n#   mergekit-slta ask base -o a.jsonl\n{recipe.read_text()}")
     run(recipe, folder / "out", "--quiet", program=mergekit_yaml)
     return folder / "out"
 
@@ -54,7 +54,8 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
     assert "and the files of prompts `task0.jsonl`, `task1.jsonl`, `task2.jsonl`, which are not in this" in text
     made = manifest.read(merged)
     assert made is not None and "transformers" in text.splitlines()[-1]
-    assert f"\n{INSTALL}\nmergekit-yaml merged/mergekit_config.yml merged\n" in text
+    assert "\nmergekit-yaml merged/mergekit_config.yml merged\n" in text and f"\n{INSTALL}" in text
+    assert "```yaml\n#   mergekit-slta ask base -o a.jsonl\nmerge_method: slta\n" in text
     made = made.model_copy(update={"versions": made.versions | {"commit": "abc"}})
     assert f"\n{INSTALL}@abc\n" in module._section(Recipe.load(merged / "mergekit_config.yml"), made, None)
 
@@ -75,7 +76,7 @@ def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_p
     made = manifest.read(out)
     assert made is not None and list(made.scores) == list(tasks)
     for name, task in tasks.items():
-        counts = {"prompts": task.prompts, "short_answers": task.short_answers}
+        counts = {of: getattr(task, of) for of in ("source", "sha256", "prompts", "short_answers")}
         assert made.scores[name] == counts | asdict(task.scores["out"]) and task.prompts > 0
     text = module.merge_card(out, recipe)
     accuracy, gain = (as_score(made.scores["expert0"][of]) for of in ("accuracy", "gain_kept"))

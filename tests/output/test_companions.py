@@ -115,8 +115,8 @@ def test_what_no_merge_has_written_is_set_aside(
         (out / name).write_text("a user's")
     (out / "notes.txt").write_text("stays")
     written: dict[str, Any] = {"copy_tokenizer": True, "write_model_card": True}
-    for _ in range(2):  # what a merge has written is replaced
-        families.merge(recipe, out, **written)
+    for shards in ({}, {"out_shard_size": 10_000}):  # what a merge has written is replaced
+        families.merge(recipe, out, **written, **shards)
         assert {file.name for file in out.glob("*.old")} == {f"{name}.old" for name in names}
         assert all((out / f"{name}.old").read_text() == "a user's" for name in names)
     assert (out / "notes.txt").read_text() == "stays"
@@ -260,13 +260,13 @@ def test_the_tokenizer_and_the_template_of_an_earlier_merge_are_set_aside(family
     recipe, out = families.recipe(family, "sftm", calibration=False), tmp_path / "out"
     for _ in range(2):  # the same merge again renames nothing
         first = transformers.AutoTokenizer.from_pretrained(merged_by(recipe, out))
-        assert (first.eos_token, first.chat_template) == ("a", CHATML) and not [*out.glob("*.old")]
+        assert (first.eos_token, first.chat_template) == ("a", CHATML) and not [*out.glob("*.earlier")]
     source = {"tokenizer": {"source": str(family.experts[0])}}
     again = transformers.AutoTokenizer.from_pretrained(merged_by(recipe | source, out))
     assert again.eos_token == transformers.AutoTokenizer.from_pretrained(family.experts[0]).eos_token != "a"
     assert again.chat_template is None
-    old = {"special_tokens_map.json.old", "merges.txt.old", "chat_template.jinja.old"}
-    assert {file.name for file in out.glob("*.old")} == old
+    earlier = {f"{name}.earlier" for name in ("special_tokens_map.json", "merges.txt", "chat_template.jinja")}
+    assert {file.name for file in out.glob("*.earlier")} == earlier
 
 
 def test_an_adapter_that_brings_the_tokenizer_keeps_the_base_models_settings(family: Family, tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def test_it_says_what_was_merged_and_how_and_names_no_path(method: str, llama: F
     if kind.runs_models:
         rows = zip(names[1:], llama.data, llama.token_ids(samples=4), strict=True)
         assert tasks == [(name, file.name, 4, sha256(ids)) for name, file, ids in rows]
-        assert [model.parameters for model in models] == [{}, *[{"samples": 4}] * len(llama.experts)]
+        of_base = {"samples": 0, "weight": 0.0}
+        assert [model.parameters for model in models] == [of_base, *[{"samples": 4}] * len(llama.experts)]
     else:
         assert tasks == [] and all(model.parameters["weight"] == 1.0 for model in found.models)
     assert found.versions.keys() == {"mergekit-slta", "commit", "mergekit", "python", "torch", "transformers"}
@@ -71,7 +72,7 @@ def test_the_prompts_that_a_statistics_file_stands_for_are_the_measured_ones(lla
     again = merged(content, tmp_path / "again")
     assert [(task.prompts, task.template) for task in again.tasks] == [(4, "{text}"), (4, "{text}"), (3, "")]
     assert list(again.tasks) == [first.tasks[1], first.tasks[0], first.tasks[2]]
-    assert again.settings["statistics"] == "statistics.safetensors"
+    assert again.settings["statistics"] == "statistics.safetensors" and not {"seed", "samples"} & {*again.settings}
     assert first.base_model.parameters == keep and first.settings["statistics"] == ""
 
 
@@ -99,6 +100,10 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "an expert's parameter": (
         lambda content, family: content["models"][1]["parameters"].update(samples=3),
         "samples of expert1 4 instead of 3, other prompts of expert1",
+    ),
+    "prompts for the base model": (
+        lambda content, family: content.update(content_of(family, "slta", keep={"samples": 3, "weight": 0.5})),
+        "samples of base 0 instead of 3, weight of base 0.0 instead of 0.5",
     ),
     "weights": (other_weights, "other weights of expert2"),
     "a model in another place": (copied_expert, ""),
@@ -146,14 +151,15 @@ def test_a_manifest_that_cannot_be_read_is_named(llama: Family, tmp_path: Path) 
 def test_it_has_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"direct_url.json": '{"vcs_info": {"vcs": "git", "commit_id": "abc"}}'}
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: SimpleNamespace(read_text=files.get))
-    assert commit() == "abc"
+    assert commit.__wrapped__() == "abc"
 
 
-def test_revisions_are_the_commits_of_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revisions_are_the_commits_of_the_caches() -> None:
     """Of the Hub's for models and adapters, of ``datasets``' for data; else what the recipe names."""
-    folders = Path("/hub/models--org--base/snapshots") / ("a" * 40), Path("/runs/adapter")
-    monkeypatch.setattr(manifest, "source_folders", lambda model, cache: folders)
-    assert manifest._revision(ModelReference.parse("org/base@main+org/adapter@v1")) == f"{'a' * 40}+v1"
-    assert manifest._revision(ModelReference.parse("org/base")) == "a" * 40
+    model: Any = SimpleNamespace(folders=(Path("/hub/models--org--base/snapshots") / ("a" * 40), Path("/runs/adapter")))
+    model.reference = ModelReference.parse("org/base@main+org/adapter@v1")
+    assert manifest._revision(model) == f"{'a' * 40}+v1"
+    model.reference = ModelReference.parse("org/base")
+    assert manifest._revision(model) == "a" * 40
     cached: Any = SimpleNamespace(cache_files=[{"filename": f"/c/org___set/default/0.0.0/{'e' * 40}/set-train.arrow"}])
     assert sources._revision(cached) == "e" * 40 and sources._revision([{"text": "a"}]) == ""
