@@ -21,7 +21,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from mergekit_slta.words import plain_number
+from mergekit_slta.words import as_score, plain_number
 
 INK, AXIS, GRID, MISSING = "#1a1a1a", "#555555", "#e4e4e4", "#dcdcdc"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
@@ -36,9 +36,9 @@ NAME_LENGTH = 30
 GROUP_NAME_LENGTH = 14
 ROW_NAME_LENGTH = 20
 LEGEND_LENGTH = 50  # of a row of the legend
-# Of more rows or columns of a heat map than these, every second or third is named.
+# Of more rows or columns of a heat map than these, not every one is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
-MOST_NUMBERED = 8  # cells show their numbers if there are at most so many columns
+MOST_NUMBERED = 8  # cells show no numbers where there are more columns
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": AXIS,
@@ -242,4 +242,4 @@ def _number_cells(ax: Axes, image: Any, values: Any) -> None:
     for (row, column), value in np.ma.ndenumerate(values):  # without the missing ones
         red, green, blue, _ = image.cmap(image.norm(value))
         colour = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
-        ax.text(column, row, plain_number(value, ".2f"), ha="center", va="center", fontsize=9, color=colour)
+        ax.text(column, row, as_score(value), ha="center", va="center", fontsize=9, color=colour)

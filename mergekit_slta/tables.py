@@ -67,14 +67,15 @@ def short_names(models: Sequence[str]) -> tuple[str, ...]:
 
     ``org/llama-math-v1`` and ``org/llama-code-v1`` are ``math`` and ``code``.
     """
-    last = [re.split(r"[/\\]", model.rstrip("/\\"))[-1] or model for model in models]
-    if len(set(last)) < len(last):
-        return tuple(models)
+    folders = [re.split(r"([/\\])", model.rstrip("/\\")) for model in models]
+    last = [parts[-1] or model for parts, model in zip(folders, models, strict=True)]
+    if len(set(last)) < len(last):  # such as checkpoint-500
+        distinct = _without_common(folders)
+        return tuple(distinct if len(set(distinct)) == len(distinct) else models)
     if len(last) == 1:
         return tuple(last)
-    words = [re.split(r"([-_.])", name) for name in last]  # every other one is a separator
-    begin, end = _common(words), _common([name[::-1] for name in words])
-    distinct = ["".join(name[begin : len(name) - end]) for name in words]
+    words = [re.split(r"([-_.])", name) for name in last]
+    distinct = _without_common(words)
     are_words = all(sum(map(str.isalpha, name)) > 1 for name in distinct)  # "1" or "7b" alone would not name a model
     return tuple(distinct if are_words and len(set(distinct)) == len(distinct) else last)
 
@@ -83,6 +84,12 @@ def known_names(chosen: Sequence[str], every: Sequence[str] = ()) -> dict[str, s
     """The models' names by themselves, and by their short names in tables of the chosen ones or of all."""
     short = [*zip(short_names(every), every, strict=True), *zip(short_names(chosen), chosen, strict=True)]
     return dict(short) | {name: name for name in (*chosen, *every)}
+
+
+def _without_common(names: Sequence[Sequence[str]]) -> list[str]:
+    """Names in parts, of which every other one is a separator, without the parts at both ends that all have."""
+    begin, end = _common(names), _common([name[::-1] for name in names])
+    return ["".join(name[begin : len(name) - end]) for name in names]
 
 
 def _common(names: Sequence[Sequence[str]]) -> int:

@@ -40,7 +40,8 @@ def test_numbers_that_are_not_finite_are_null_in_json() -> None:
     [
         (["org/llama-math", "org/llama-code"], ("math", "code")),
         (["WizardMath-7B-V1.0", "./WizardCoder-7B-V1.0"], ("WizardMath", "WizardCoder")),
-        (["a/x", "b/x"], ("a/x", "b/x")),
+        (["runs/a/x", "runs/b/x"], ("a", "b")),
+        (["a/x", "a/x"], ("a/x", "a/x")),
         (["C:\\models\\math\\", "code/"], ("math", "code")),
     ],
 )

@@ -16,10 +16,9 @@ import torch
 from mergekit_slta.engine.loop import LayerMethod, Progress
 from mergekit_slta.engine.streams import Streams, read_edges
 from mergekit_slta.models.checkpoint import Blend, Source, Tensors, blend
-from mergekit_slta.slta.grams import Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
+from mergekit_slta.slta.grams import BASE, ExpertRun, Grams, LayerFeatures, logit_grams, of_all_ranks, sample_grams
 from mergekit_slta.slta.weights import layer_parts
 
-BASE = 0  # the base model's stream; at level ``model`` the settings' own follow
 BETWEEN = "a model between the base model and the experts"
 
 
@@ -55,7 +54,8 @@ class Interpolation(LayerMethod[Grams]):
         measured = {name: self._no_grams() for name in (*features.names, *maps.names)}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)
-            base, runs = features.run_base(hidden, call, maps.maps), []
+            base = streams.run_layer(BASE, number, tensors[0], inputs_of=features.modules | maps.modules)
+            runs = list[ExpertRun]()
             for stream, setting in enumerate(self.settings, 1):
                 blended = blend(tensors[0], tensors[1:], setting)
                 runs.append(features.run(blended, base, hidden, call))
@@ -63,9 +63,8 @@ class Interpolation(LayerMethod[Grams]):
                     streams.run_layer(stream, number, blended)
             for name, deltas in features.deltas(base, runs):
                 measured[name][rows] = sample_grams(deltas, batch.lengths)
-            for name, grams in maps.grams(base, hidden, call, batch.lengths) if maps.maps else ():
+            for name, grams in maps.grams(base, hidden, call, batch.lengths):
                 measured[name][rows] = self.settings @ grams @ self.settings.T
-            streams.set_output(BASE, number, base.output, base.state)
             report(len(rows))
         self.grams |= of_all_ranks(measured, self.ranks, self.models[0], [BETWEEN] * len(self.settings))
         return {}

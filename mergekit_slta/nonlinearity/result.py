@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -73,11 +73,12 @@ class Linearity(Paragraphs):
         return groups
 
     def pooled(self, metric: str, names: Sequence[str]) -> dict[str, Value]:
-        """A metric of experts or merges over all submodules of each group."""
+        """A metric of experts or merges over all submodules of each group; 1 minus it, if it is a cosine similarity."""
         pooled = {}
         for group, level in self.groups().items():
             entries = [entry for who in names for entry in self.metrics[metric][level][who].items()]
-            pooled[group] = pool_values([value for name, value in entries if _group_of(level, name) == group])
+            value = pool_values([value for name, value in entries if _group_of(level, name) == group])
+            pooled[group] = replace(value, mean=1 - value.mean) if metric.startswith("cosine") else value
         return pooled
 
     def table(self, quantity: str, metrics: Mapping[str, str], names: Sequence[str]) -> Table:
@@ -98,7 +99,7 @@ class Linearity(Paragraphs):
         yield "Mean ± standard deviation over prompts and submodules; 0 is linear."
         if merges := [name for name, members in self.members.items() if len(members) > 1]:
             yield self.table("Projection distance", {"projection_distance": ""}, merges)
-            yield "Where the projection distance is 0, the experts' feature changes add up."
+            yield "The same over merges and submodules. Where it is 0, the experts' feature changes add up."
 
 
 def _group_of(level: str, name: str) -> str:

@@ -120,7 +120,7 @@ def plan_studies(experts: int, pairs: bool = True, triples: bool = False) -> lis
 
 @dataclass(frozen=True)
 class Plan:
-    """A planned measurement of linearity; ``models`` are the base model and the experts, ``tasks`` their samples."""
+    """A planned measurement of linearity of base model and experts, ``models``, on the experts' samples, ``tasks``."""
 
     decoder: Decoder
     models: Sequence[Checkpoint]

@@ -41,7 +41,7 @@ def linearity_page(result: Linearity) -> Page:
         verdict=[verdict(result), SCORES_MEANING],
         facts=_facts(result),
         charts=[
-            _points(result, "non-linearity", SCORE, score, {METRIC: "{}"}, single),
+            _points(result, "non-linearity", SCORE, score, {METRIC: ""}, single),
             *(_merge_charts(result, sizes) if sizes else []),
             _distance_map(result),
         ],
@@ -77,7 +77,7 @@ def _merges(result: Linearity, size: int) -> list[str]:
 
 
 def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
-    settings = f"{POINTS}{' and '.join(SETTINGS_OF[size] for size in sizes)}"
+    settings = f"{POINTS}merges, submodules, and {' and '.join(SETTINGS_OF[size] for size in sizes)}"
     distance = (
         "As in Figures 1b and 3 of the paper (Eq. 8): by what share a merge's feature change is longer or shorter than "
         f"the weighted sum of the experts' changes, in the direction of that sum. At 0 the changes add up. {settings}."
@@ -88,9 +88,9 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
         f"far below the experts', the changes add up. {settings}, or over prompts."
     )
     merges = {f"{size} experts": _merges(result, size) for size in sizes}
-    cosines = {"cosine_merge": "merge and sum of {}", "cosine_base": "{} with each other"}
+    cosines = {"cosine_merge": ": merge and sum", "cosine_base": ": with each other"}
     return [
-        _points(result, "projection-distance", "Projection distance", distance, {"projection_distance": "{}"}, merges),
+        _points(result, "projection-distance", "Projection distance", distance, {"projection_distance": ""}, merges),
         _points(result, "cosine", "1 − cosine similarity", cosine, cosines, merges),
     ]
 
@@ -108,14 +108,13 @@ def _points(
     for label, names in series.items():
         for metric, words in metrics.items():
             values = list(result.pooled(metric, names).values())
-            means = [1 - value.mean if metric.startswith("cosine") else value.mean for value in values]
-            drawn.append(Points(words.format(label), means, [value.std for value in values]))
+            drawn.append(Points(label + words, [value.mean for value in values], [value.std for value in values]))
     return Chart(
         name=name,
         title=quantity,
         caption=caption,
         picture=point_chart(list(result.groups()), drawn, x_label=quantity.lower()),
-        table=result.table(quantity.removeprefix("1 − "), metrics, [*chain(*series.values())]),
+        table=result.table(quantity, metrics, [*chain(*series.values())]),
     )
 
 
@@ -157,6 +156,6 @@ def _facts(result: Linearity) -> dict[str, str]:
     facts["Levels"] = ", ".join(result.levels)
     facts["Data"] = "an expert is measured on its own prompts, a merge on the prompts of its experts"
     skipped = {level: sum(by_group.values()) for level, by_group in result.skipped.items()}
-    left_out = [f"{count} times at {level}" for level, count in skipped.items() if count]
+    left_out = [f"{counted(count, 'time')} at {level}" for level, count in skipped.items() if count]
     facts["Left out"] = f"{enumerated(left_out)}, since a prompt's feature change is zero" if left_out else "no prompt"
     return facts

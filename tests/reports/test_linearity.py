@@ -64,6 +64,13 @@ def test_the_page_says_what_was_measured(written: tuple[Linearity, Path]) -> Non
     assert all(str(image["src"]).startswith("data:image/svg+xml;base64,") for image in images)
 
 
+def test_the_tables_of_charts_name_their_rows(written: tuple[Linearity, Path]) -> None:
+    _, projection, cosine, _ = (chart.table for chart in linearity_page(written[0]).charts)
+    assert [row[0] for row in projection.rows] == ["model", "layer", "attention", "MLP"]
+    assert [row[0] for row in cosine.rows][:2] == ["model: merge and sum", "model: with each other"]
+    assert cosine.header[0] == "1 − cosine similarity"
+
+
 def test_it_prints_as_tables(written: tuple[Linearity, Path]) -> None:
     result, _ = written
     scores, _, distances, _ = repr(result).split("\n\n")
