@@ -235,6 +235,8 @@ def test_experts_that_are_stored_turned_are_merged_by_the_same_weights(method: s
     wanted, written = (stored(merged(own, method, own.base.parent / "out", **settings)) for own in (family, turned))
     turn_experts(written)
     assert wrong_tensors(written, wanted.__getitem__, stored(family.base)) == []
+    with pytest.raises(SltaError, match="gate_up_proj.* turned, unlike .*: load both with transformers, save them"):
+        merged(replace(turned, base=family.base), method, tmp_path / "out")
     for own in (family, turned):  # one of many experts is in memory at a time
         (base, *_), model = families.checkpoints(own.folders), meta_model(own.config)
         assert base.model.layout(model).in_parts("model.language_model.layers.0.mlp.experts.gate_up_proj")

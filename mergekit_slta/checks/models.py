@@ -21,7 +21,7 @@ from mergekit_slta.checks.tokenizers import json_file
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse
 from mergekit_slta.models.adapters import NO_FOLDER, names_in, target_of, with_adapter
-from mergekit_slta.models.architecture import vocabulary_axes
+from mergekit_slta.models.architecture import refuse_turned, vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
@@ -40,11 +40,7 @@ SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_ke
 
 
 def one_model(experiment: Experiment, reference: ModelReference) -> None:
-    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model.
-
-    Its configuration matters only if it is read: the merged model gets the base model's, and to merge an adapter its
-    model is loaded.
-    """
+    """Refuse a quantized model, and an adapter that has no folder to be merged in or is not of its model."""
     model, adapter, options = experiment.model(reference), reference.lora, experiment.options
     if model.folder:
         require_finished(model.folder)
@@ -108,6 +104,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
             f"The expert {expert} has {', '.join(differing)}: it was not fine-tuned from the base model {base}; "
             "leave it out."
         )
+    refuse_turned(base, expert)
     vocabularies = base.vocabulary, expert.vocabulary
     for name, stored in base.tensors.items():
         other = expert.tensors.get(model_tensor_name(name, expert.tensors, expert.prefix) or "", stored)
@@ -122,7 +119,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
         untied = expert if tied[0] is base else base
         raise SltaError(
             f"{tied[0]} ties its output head to its embedding and {untied} does not (tie_word_embeddings): the merged "
-            f"head would fit neither; save {expert} with the setting of the base model {base}."
+            f"head would fit neither; save {tied[0]} with 'tie_word_embeddings' false."
         )
 
 

@@ -71,7 +71,7 @@ def needs(experiment: Experiment) -> Needs:
 
 
 def asking(experiment: Experiment, model: ModelReference) -> int:
-    """The bytes of a whole model that answers prompts."""
+    """The bytes of a whole model that answers prompts, without what it remembers of them."""
     return LIBRARIES + (_adapted(experiment) if model.lora else _stored_bytes(experiment.model(model)))
 
 

@@ -1,6 +1,6 @@
 """The merge methods as mergekit knows them, and one merge by each.
 
-mergekit knows one object per method for the whole process (`Method`). A merge's recipe and results are in a `Merge`,
+mergekit knows one object per method for the whole process (`Method`). A merge's results are in a `Merge`,
 which the method takes its tensors from while that merge runs (`host/run.py`): `SltaMerge` and `FeatcalMerge` run the
 models first, `ActmatMerge` and `SftmMerge` merge tensor by tensor.
 """
@@ -163,7 +163,8 @@ class FeatcalMerge(Merge):
         settings = experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, settings, partial)
         errors = solved.errors()
-        tasks = [(experiment.recipe.names[task.reference], task.samples) for task in experiment.recipe.tasks]
+        drawn = ((task.reference, experiment.draw(task).token_ids) for task in experiment.recipe.tasks)
+        tasks = [(experiment.recipe.names[model], len(rows)) for model, rows in drawn]
         names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.result = (
@@ -234,7 +235,7 @@ class DataFreeMerge(Merge):
 
 
 class ActmatMerge(DataFreeMerge):
-    """Every linear map by least squares, without data (``actmat/covariance.py``), in float32; the mean of all else.
+    """Every linear map by least squares, without data (``actmat/covariance.py``); the mean of all else.
 
     ``weight`` says how much an expert counts against the others, in the regression and in the mean: weight 0 leaves the
     expert out, and equal weights change nothing. It does not scale the task vectors: the regression would reproduce
@@ -246,8 +247,6 @@ class ActmatMerge(DataFreeMerge):
     def merge_task_vectors(
         self, role: Role, task_vectors: Iterator[torch.Tensor], group: TensorGroup, parameters: Mapping[str, Any]
     ) -> tuple[torch.Tensor, float]:
-        if group.metadata.vocabulary_axis is not None:  # too large to solve
-            role = Role.OTHER
         weights, ridge = parameters["weight"].values_for(group.non_base), parameters["ridge"]
         if ridge == "auto":
             ridge = ACTMAT_RIDGE_OF_ADAPTERS if has_adapters(entry.id for entry in group.non_base) else ACTMAT_RIDGE

@@ -18,6 +18,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,11 @@ from mergekit.options import MergeOptions, PrettyPrintHelp
 from mergekit.tokenizer import build
 from transformers import AutoConfig
 
-from mergekit_slta.errors import MachineError
+from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
-from mergekit_slta.models.headers import local_folder
+from mergekit_slta.models.headers import folder_with, local_folder, weight_map
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import model_inputs
 
@@ -102,8 +103,15 @@ def merged(stock: Callable[..., Any], self: ModelReference, *arguments: Any, **n
 def local_path(
     stock: Callable[..., str], self: ModelReference, cache_dir: str | None = None, ignore_lora: bool = False
 ) -> str:
-    """Take a downloaded model where the Hub, which mergekit asks for each folder at each use, cannot be reached."""
+    """Take a downloaded model where the Hub, which mergekit asks for each folder at each use, cannot be reached.
+
+    mergekit downloads all .safetensors files, also those of checkpoints, and the weights once more in another format.
+    """
+    patterns = "*.json", "tokenizer.model", "model*.safetensors"
     try:
+        with suppress(SltaError):  # it has other weights
+            weight_map(downloaded := folder_with(patterns, self.model, cache_dir))
+            return str(downloaded)
         return stock(self, cache_dir, ignore_lora)
     except hub.HUB_ERRORS as error:
         folder = local_folder(self.model, cache_dir)

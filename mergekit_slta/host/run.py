@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.loop import exact_products, progress_bar
 from mergekit_slta.engine.partial import Partial
-from mergekit_slta.engine.ranks import joined
+from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
@@ -68,12 +69,14 @@ def run(
             if name not in known:
                 fix = suggestion(name, known) or f": it knows {', '.join(sorted(known))}."
                 raise SltaError(f"mergekit does not know the merge_method '{name}'{fix}")
-            stock(merge_config, out, merge_options(options.model_dump(), merge_config.dtype), config_source)
-            open_to_others(Path(out))
             partial = Partial(Path(out) / PARTIAL_OF_MERGE)
-            if partial.folder.parent.exists():  # of an earlier merge by one of our methods
-                card.renew_beside(Path(out), None)
-                partial.remove()
+            ours = partial.folder.parent.exists()  # an earlier merge by one of our methods, or one that is running
+            with partial.held(Ranks()) if ours else nullcontext():
+                stock(merge_config, out, merge_options(options.model_dump(), merge_config.dtype), config_source)
+                open_to_others(Path(out))
+                if ours:
+                    card.renew_beside(Path(out), None)
+                    partial.remove()
             return
         # Of the text mergekit's own reader silently drops repeated and misspelt keys.
         recipe = Recipe.parse(config_source or merge_config.to_yaml(), "The recipe", merge_config)
@@ -112,7 +115,8 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             partial.remove()
     if earlier and (now := manifest.read(folder)):
         alike = "the same as" if now.sha256 == earlier.sha256 else "not the same as"
-        click.echo(f"A sample of the weights in {folder} is {alike} that of the earlier merge.", err=True)
+        machines = f", which ran on {earlier.machine}: machines round differently" * (now.machine != earlier.machine)
+        click.echo(f"A sample of the weights in {folder} is {alike} that of the earlier merge{machines}.", err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)
@@ -137,13 +141,13 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
         model.refuse_changes()
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
     unchanged = earlier.items() & entry_files(experiment, folder).items()
-    stale = {file: file.replace(f"{file}.old") for file, _ in unchanged}
+    stale = {file: file.replace(f"{file}.earlier") for file, _ in unchanged}  # a user's own may be .old
     unfinished = finish_folder(experiment, folder)
     for file in filter(Path.exists, list(stale)):  # it was copied again
         stale.pop(file).unlink()
     if stale:
         names = sorted(str(file.relative_to(folder)) for file in stale)
-        LOG.warning("Added .old to the names of files of an earlier merge in %s: %s.", folder, listed(names))
+        LOG.warning("Added .earlier to the names of files of an earlier merge in %s: %s.", folder, listed(names))
     card.renew_beside(folder, merge.solution, getattr(recipe.settings, "statistics", ""))
     manifest.write(manifest.describe(experiment, merge.solution, folder), folder)
     if experiment.options.write_model_card:

@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.files import digest
+from mergekit_slta.files import commit, digest, versions
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
@@ -34,6 +34,7 @@ from mergekit_slta.models.headers import (
     listed,
     refuse_adapter_in,
     source_folders,
+    weight_map,
 )
 from mergekit_slta.models.layout import model_tensor_name
 
@@ -55,7 +56,8 @@ def merge_adapter(
     """Replace mergekit's ``ModelReference.merged``, which names the folder by the two paths.
 
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
-    Here the name depends on the content of both and on the dtype, and the folder gets it only when it is complete.
+    Here the name depends on the files of both, the dtype and the code, and the folder gets it only when it is
+    complete.
     """
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
@@ -63,7 +65,8 @@ def merge_adapter(
     assert self.lora and adapter
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     refuse_adapter_in(base)
-    content = [fingerprint_of(base, adapter), lora_merge_dtype, sorted(stamps(source_files(base, adapter)).values())]
+    files_of_both = sorted(stamps(source_files(base, adapter)).values())
+    content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, versions(), commit(), peft.__version__]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     part = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,6 +83,7 @@ def merge_adapter(
             stack.enter_context(torch.random.fork_rng(devices=[]))  # a caller's numbers, as of dare, stay the same
             model = loader.from_pretrained(self.model.path, **how)
             with_adapter(model, self, adapter, peft.load_peft_weights(str(adapter), device="cpu")).save_pretrained(part)
+            weight_map(part)  # transformers writes no weights in processes of torchrun but the first
             os.replace(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -28,6 +28,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Headers, Model, exempt_types
 from mergekit_slta.models.layout import Layout, model_tensor_name
+from mergekit_slta.words import listed
 
 # mergekit keeps one loader of each model for the whole process: a merge holds this lock.
 ONE_AT_A_TIME = threading.RLock()
@@ -171,6 +172,16 @@ class AsTheBase(LazyTensorLoader):
         return self._layout.restore(key, lambda target, mixture_expert: self._stored.read(target, load, mixture_expert))
 
 
+def refuse_turned(base: Model, expert: Model) -> None:
+    """Refuse an expert that stores a mixture's matrices turned, as versions of transformers differ in."""
+    pairs = ((name, header.shape, expert.tensors.get(name, header).shape) for name, header in base.tensors.items())
+    if turned := [name for name, one, other in pairs if one != other and one == other[:-2] + other[:-3:-1]]:
+        raise SltaError(
+            f"{expert} stores {listed(turned)} turned, unlike {base}: load both with transformers, save them, and name "
+            "these copies."
+        )
+
+
 def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
     """Let mergekit find in each expert what the base model stores, as ``layout`` says; refuse a head that is lost."""
     wanted: Collection[str] = {*layout.pieces, *layout.outside}
@@ -178,6 +189,7 @@ def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
     for expert in experts:
         loader = LoaderCache().get(expert.reference)
         known = loader.index.tensor_paths.keys()
+        refuse_turned(base, expert)  # an adapter's headers are those of its base model, until it is merged
         if not known <= wanted and (parted := expert.layout(layout.model).parted(layout, loader.get_tensor)):
             raise SltaError(
                 f"{' and '.join(parted)} differ in the expert {expert}, and are one tensor in the base model {base}: "

@@ -137,7 +137,7 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
             f"The config.json of {path} gives {layers} layers, more than the checkpoint has tensors ({len(tensors)}): "
             "get undamaged copies of its files."
         )
-    architecture = (config.architectures or [""])[0]
+    architecture = (config.architectures or [""])[0].removeprefix("FSDP")  # which some versions of transformers wrote
     vocabulary = getattr(text_config, "vocab_size", None)
     prefix = getattr(getattr(transformers, architecture, None), "base_model_prefix", "") or "model"
     return Model(reference, config, text_config, tensors, folder, trust_remote_code, architecture, prefix, vocabulary)
@@ -189,8 +189,11 @@ def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) ->
 
 
 def source_folders(reference: ModelReference, cache_dir: str | None = None) -> tuple[Path, Path | None]:
-    """The folders with the files of a model and of its adapter, if it has one; mergekit downloads them if necessary."""
-    base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
+    """The folders with the files of a model and of its adapter, if it has one; they are downloaded if necessary."""
+    base = Path(reference.model.path)
+    if not base.exists():
+        with hub.asking(reference.model):
+            base = Path(ModelReference(model=reference.model).local_path(cache_dir=cache_dir))
     return base, adapter_folder(reference.lora, cache_dir) if reference.lora else None
 
 

@@ -93,16 +93,16 @@ def test_a_merge_into_the_same_folder_hides_the_weights_of_the_one_before(llama:
     recipe = families.recipe(llama, "sftm", calibration=False)
     families.merge(recipe, out, safe_serialization=False)
     assert [file.name for file in out.iterdir() if file.name in ENTRIES] == ["pytorch_model.bin"]
-    shards = {f"model-0000{number}-of-00002.safetensors.old" for number in (1, 2)}
-    whole_ones = {"model.safetensors.old", "model.safetensors.index.json.old"}
-    assert {file.name for file in out.glob("*.old")} == shards | whole_ones
+    shards = {f"model-0000{number}-of-00002.safetensors.earlier" for number in (1, 2)}
+    whole_ones = {"model.safetensors.earlier", "model.safetensors.index.json.earlier"}
+    assert {file.name for file in out.glob("*.earlier")} == shards | whole_ones
 
 
 def test_the_card_of_an_earlier_merge_is_set_aside_and_one_of_a_user_stays(llama: Family, tmp_path: Path) -> None:
     out, recipe = tmp_path / "out", families.recipe(llama, "actmat", calibration=False)
     families.merge(recipe, out, write_model_card=True)
     families.merge(recipe, out, write_model_card=False)
-    assert {file.name for file in out.glob("*.old")} == {"README.md.old", "mergekit_config.yml.old"}
+    assert {file.name for file in out.glob("*.earlier")} == {"README.md.earlier", "mergekit_config.yml.earlier"}
     (out / "README.md").write_text("My notes.")
     families.merge(recipe, out, write_model_card=False)
     assert (out / "README.md").read_text() == "My notes."

@@ -182,30 +182,20 @@ def test_models_on_the_hub_are_seen_without_a_download(make_family: MakeFamily, 
         assert not [name for name, reason in reasons.items() if reason not in opened(name)]
 
 
-def test_a_downloaded_model_is_read_from_the_cache(folder: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--org--model" / "snapshots" / ("c" * 40)
-    path = ModelPath(path="org/model")
-    assert local_folder(path, str(tmp_path)) is None
-    shutil.copytree(folder, snapshot)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("c" * 40)
-    assert local_folder(path, str(tmp_path)) == snapshot
-    (snapshot / "model.safetensors").unlink()
-    assert local_folder(path, str(tmp_path)) is None
-
-
 @pytest.mark.parametrize("layout", [sharded, pickled])
 def test_what_mergekit_has_downloaded_is_there_offline(
     layout: Callable[[Path, Path], Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The Hub's client remembers the names of all files of a repository; mergekit and transformers download some."""
     repository = layout(folder, tmp_path / "hub" / "org" / "model")
-    for name in ("README.md", "params.json"):
+    for name in ("README.md", "params.json", *["consolidated.safetensors"] * (layout is sharded)):
         (repository / name).write_text("{}")
     path, patterns = ModelPath(path="org/model"), ["config.json", "model*", "pytorch_model*"]
     with serve(tmp_path / "hub", tmp_path / "cache"):
         downloaded = ModelReference(model=path).local_path(cache_dir=str(tmp_path / "cache"))
         less = huggingface_hub.snapshot_download(path.path, cache_dir=tmp_path / "less", allow_patterns=patterns)
+        assert not Path(downloaded, "consolidated.safetensors").exists()  # the weights once more
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         assert local_folder(path, str(tmp_path / "cache")) == Path(downloaded)
         assert local_folder(path, str(tmp_path / "less")) == Path(less)
+        assert local_folder(path, str(tmp_path)) is None
