@@ -55,7 +55,7 @@ else:  # a type checker would take any misspelt name for one that __getattr__ kn
 
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name in ("check", "evaluate", "linearity", "measure", "publish", "verify"):
+        if name in ("ask", "check", "evaluate", "linearity", "measure", "publish", "verify"):
             # mergekit must be as it is for mergekit-yaml, also where start-up files are off.
             import_module("mergekit_slta.host.patches")
         globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

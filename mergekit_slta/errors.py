@@ -34,9 +34,6 @@ class SltaError(click.ClickException):
         self.sentences = tuple(map(printable, sentences))
         super().__init__("\n".join(self.sentences))
 
-    def __str__(self) -> str:
-        return self.message
-
 
 class MachineError(SltaError):
     """Problems of the machine or the network alone: the same command may succeed later, or elsewhere."""

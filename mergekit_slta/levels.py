@@ -1,4 +1,4 @@
-"""The levels and the names of their submodules, which are made and parsed only here, around the paths of linear maps.
+"""The levels and the names of their submodules, around the paths of linear maps.
 
 A submodule is a part of the model that takes merging weights of its own; a level says which parts these are
 (sections 2.2, A.3.5 and A.5.5 of arXiv 2504.10902):

@@ -12,7 +12,7 @@ def plain_number(number: float, form: str = ".3g") -> str:
 
 
 def as_score(share: float | None, decimals: int = 2) -> str:
-    """A share or a score with two decimals, as in "0.93"; a dash for NaN or None."""
+    """A share or a score, as in "0.93"; a dash for NaN or None."""
     return plain_number(round(math.nan if share is None else share, decimals) + 0.0, f".{decimals}f")  # no sign of zero
 
 

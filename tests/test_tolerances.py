@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parent
 # What compares floats, and which tolerances each has: those that a call leaves out would be literals of the library's.
 BOTH = {"rtol", "atol"}
@@ -44,14 +42,3 @@ def test_every_comparison_of_floats_takes_its_tolerance_from_a_rule() -> None:
     files = [path for path in TESTS.rglob("*.py") if "benchmarks" not in path.parts]
     lines = [f"{path.relative_to(TESTS)}:{line}" for path in files for line in observed(path.read_text("utf-8"))]
     assert not lines, f"take the tolerances of {', '.join(sorted(lines))} from tests/support/rounding.py"
-
-
-@pytest.mark.parametrize(
-    "compared",
-    [
-        *("error < 1e-6", "2 * 1e-6 * size >= error", "x == pytest.approx(y, rel=1e-9)", "x == pytest.approx(y)"),
-        *("torch.allclose(x, y)", "torch.allclose(x, y, rtol=0)", "assert_same(x, y, 1e-6)", "difference < TOLERANCE"),
-    ],
-)
-def test_a_literal_is_found(compared: str) -> None:
-    assert list(observed(f"TOLERANCE = 1e-3\nassert {compared}")) == [2]

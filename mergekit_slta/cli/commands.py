@@ -127,7 +127,7 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     def typed(words: Sequence[str]) -> None:
         command = main.commands[words[0]]
         with command.make_context(words[0], [*words[1:]]) as context, suppress(click.exceptions.Exit):
-            command.invoke(context)  # evaluate ends so, once it has written what it could score
+            command.invoke(context)  # commands with a result end so
 
     of_plan = {name: options.pop(name) for name in ("calibration", "keep_base")}
     planned = automatic.Plan(base, experts, folder, **of_plan)
@@ -438,11 +438,14 @@ def merge(recipe: Path, out: str, **options: Any) -> Result | None:
     from mergekit_slta.output import manifest
     from mergekit_slta.recipe.experiment import device_of
     from mergekit_slta.recipe.recipe import Recipe
+    from mergekit_slta.recipe.settings import SETTINGS
 
     merge_options = applied(options)
     with joined(device_of(merge_options["device"], merge_options["multi_gpu"])) as ranks:
         with ranks.one_refusal():
             loaded = Recipe.load(recipe)
+        if not ranks.first and loaded.config.merge_method not in SETTINGS:
+            return None  # a method of mergekit's shares no work
         folder = merge_models(loaded, out, **merge_options)
     return Result({"out": str(folder), "manifest": manifest.read(folder)}) if ranks.first else None
 

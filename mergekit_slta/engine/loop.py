@@ -46,7 +46,7 @@ Progress = Callable[[int], object]
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
 # Options of glibc's ``mallopt``, and from how many bytes on a block is got from the system.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED = -1, -3, 2**20
-BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {desc}"  # of a long description, tqdm cuts the end off
 
 
 @dataclass

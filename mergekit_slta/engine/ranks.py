@@ -57,7 +57,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def one_refusal(self) -> Iterator[None]:
-        """Within the block every rank does the same; at its end all end if one refuses, and the first prints why.
+        """At the end of the block all ranks end if one has refused, and the first of these prints why.
 
         They end by ``click.exceptions.Exit``, a single process by its refusal.
         """

@@ -1,7 +1,7 @@
 """The samples in batches, and all that waits of them between layers and between runs of a layer.
 
-A batch holds samples of one task, and each process takes whole batches. A stream holds every sample's hidden states as
-one model computes them: the base model, an expert or a merge. Neither knows what is measured.
+A batch holds samples of one task, and each process takes whole batches. A stream holds every sample's hidden states, in
+one model for each task: the base model, an expert or a merge. Neither knows what is measured.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mergekit_slta.layers.calls import embed, made_up_edges
-from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun, State
+from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import routed_tensors
 from mergekit_slta.models.checkpoint import Source, Tensors
 
@@ -152,12 +152,12 @@ class Streams:
     """All that waits for its next use, by stream and batch: between layers, and between two runs of one layer.
 
     Between layers, these are the hidden states before the next layer, and the tensors that earlier layers have handed
-    on. They wait on a GPU that has memory for them, else on the host. A method fetches a batch's ``hidden`` states and
-    the model's ``call`` of the layer, and ``set_output`` puts the layer's output in their place.
+    on. They wait on a GPU that has memory for them, else on the host. ``run_layer`` puts the layer's output in their
+    place; a method may fetch a batch's ``hidden`` states and the model's ``call`` of the layer before.
 
-    ``run_layer`` does all three. It may also run the layer as far as a module only. The outputs of modules inside the
-    layer then wait where the layer is computed, so that the next run goes on from there. They take a bounded part of
-    the memory: modules whose outputs find no room run again.
+    ``run_layer`` may also run the layer as far as a module only. The outputs of modules inside the layer then wait
+    where the layer is computed, so that the next run goes on from there. They take a bounded part of the memory:
+    modules whose outputs find no room run again.
 
     ``sources`` are for each stream the models that embed the samples of each task, ``batches`` this process's.
     """
@@ -197,12 +197,6 @@ class Streams:
         state = {path: tensor.to(self.decoder.device, copy=True) for path, tensor in waiting.state.items()}
         return waiting.calls[self.layer].with_state(state)
 
-    def set_output(self, stream: int, number: int, output: torch.Tensor, state: State) -> None:
-        """Put the layer's output on a batch in place of its input, and what it hands on to later layers."""
-        waiting = self._waiting[stream, number]
-        waiting.hidden = output.to(self.place)
-        waiting.state |= {path: tensor.to(self.place) for path, tensor in state.items()}
-
     def run_layer(
         self,
         stream: int,
@@ -234,7 +228,8 @@ class Streams:
         self._output_bytes -= _nbytes(waiting.outputs)
         waiting.outputs = {}
         if until is None:
-            self.set_output(stream, number, run.output, waiting.entered)
+            waiting.hidden = run.output.to(self.place)
+            waiting.state |= waiting.entered
             waiting.entered = {}
             return run
         complete = {name for name in run.outputs if name in outputs_of and "." not in name}

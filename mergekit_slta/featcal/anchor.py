@@ -5,6 +5,7 @@ The base model, if it has a task, is in it an expert without changes that counts
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,9 @@ class ActmatAnchor(Blend):
 def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
     """A copy of a mixture's matrices in a mapped temporary file of a folder, whose space is freed with the tensor."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.truncate(stack.numel() * stack.dtype.itemsize)
+        file.truncate(nbytes := stack.numel() * stack.dtype.itemsize)
+        if hasattr(os, "posix_fallocate"):  # or a full disk would kill this process when it writes
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
     for mixture_expert in range(len(copy)):
         copy[mixture_expert] = stack[mixture_expert]

@@ -70,6 +70,7 @@ from mergekit_slta.models.checkpoint import ExpertStack, Source, Tensors, stack_
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
 MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's own model
@@ -142,7 +143,7 @@ class FeatureMerge(LayerMethod[Tensors]):
     token_weights: Sequence[torch.Tensor]  # those [S] of every sample, task after task
     ridge: float | None  # how strongly the solution is drawn towards W_n; None to choose it by left-out samples
     head: LinearMap | None  # the output head, by the model's names; None if it stays the anchor's
-    partial: Partial  # where the layers are written; what is finished there is not computed again
+    partial: Partial  # in whose folder a mixture's solved matrices lie meanwhile
 
     def __post_init__(self) -> None:
         self.owners = self.owners_of(self.models)
@@ -183,7 +184,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         names = self.decoder.layer_tensors[layer]
         errors = merging.run_to_end()
         if merging.unsolved:
-            LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, ", ".join(merging.unsolved))
+            LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, listed(merging.unsolved))
         return {
             **{names[key]: tensor for key, tensor in {**merging.merged, **merging.stacks}.items()},
             LAYER_ERRORS: errors,

@@ -46,7 +46,7 @@ from mergekit_slta.recipe.settings import SMALLEST_FEATCAL_RIDGE
 
 # H follows A's diagonal if the diagonal's mean is this many times its median.
 MASSIVE = 10.0
-# s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of all dimensions' sums.
+# s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of the sums above zero.
 DECISIVE = 1000.0
 RIDGES = (SMALLEST_FEATCAL_RIDGE, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
 LIKELY_RIDGE = 1.0  # where the search begins, and where a task does not have samples in both halves
@@ -72,7 +72,7 @@ class Change:
     def offset(self, anchor: torch.Tensor, biases: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
         """The bias of some rows: with the mean residual for a small ridge, the anchor's for an endless one.
 
-        From the bias of the anchor [rows], and those of the experts [T, rows].
+        From the bias of the anchor [rows], and those of each task's own model [T, rows].
         """
         if not self.shares.any():  # every input was zero
             return anchor

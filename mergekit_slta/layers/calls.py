@@ -71,7 +71,7 @@ def returned_like(returned: Any, hidden: torch.Tensor) -> Any:
 def capture_calls(
     decoder: Decoder, token_ids: torch.Tensor, edges: Tensors, returned: LayerForward
 ) -> tuple[torch.Tensor, list[LayerCall], dict[int | str, int]]:
-    """Run everything before the first layer, and capture how the model calls each layer; raises what ``embed`` raises.
+    """Run everything before the first layer, and capture how the model calls each layer.
 
     ``returned`` gives what a layer returns, whose form its stand-in then returns with other values. The result is the
     first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand on as in

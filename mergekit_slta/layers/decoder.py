@@ -383,7 +383,7 @@ class Decoder:
 
 
 def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
-    """A module's settings that are flags or names, such as a window; of numbers only that they are."""
+    """A module's settings that are flags or names; of numbers, such as a window, only that they are."""
     return tuple(
         (name, value if isinstance(value, bool | str) else type(value))
         for name, value in vars(module).items()

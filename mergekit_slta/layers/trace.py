@@ -116,7 +116,7 @@ def on_device(decoder: Decoder, device: torch.device | str) -> Decoder:
 
 
 def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
-    """Refuse a model without a single stack of causal decoder layers, and say which method to use instead."""
+    """Refuse a model that is no decoder-only language model, and say which method to use instead."""
     if not config.architectures:  # building the model will report it
         return
     architecture = config.architectures[0]

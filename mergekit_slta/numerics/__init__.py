@@ -1,1 +1,1 @@
-"""The linear algebra that ``featcal`` and ``actmat`` share: Gram matrices, and systems of equations made of them."""
+"""The linear algebra that methods share: Gram matrices, and systems of equations made of them."""

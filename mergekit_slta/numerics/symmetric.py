@@ -1,7 +1,7 @@
 """Symmetric systems: build a Gram matrix, tell its size, factor, solve, and tell where that is impossible.
 
 ``featcal`` and ``actmat`` solve systems that are sums of Gram matrices: positive semidefinite, and with a ridge
-positive definite. They use a Cholesky factor, in float32. ``slta``, whose systems are tiny, has a solver of its own.
+positive definite. They use a Cholesky factor. ``slta``, whose systems are tiny, has a solver of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 LOG = logging.getLogger(__name__)
 
-BLOCK = 256  # columns of a Gram matrix that are computed at once
+BLOCK = 256  # rows of a Gram matrix that are computed at once
 # The smallest share of an unknown's diagonal element that the unknowns before it may leave to a float32 factor. A share
 # is a difference of numbers near 1, each rounded by 2^-24: below this one, more than a sixteenth of it is rounding.
 SMALLEST_SHARE = 2.0**-20

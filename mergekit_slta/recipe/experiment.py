@@ -317,7 +317,7 @@ class Experiment:
         """What decides the layers of a run: versions, models, samples and ``more``; values that JSON can hold.
 
         The size, time and inode of every file also differ after an edit of a few rows, which a content's sample of the
-        bytes does not show. Where processes have disks of their own, the first one's count.
+        bytes does not show.
         """
         adapters = [self.options.lora_merge_dtype] if any(one.reference.lora for one in self.checkpoints) else []
         stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
@@ -326,7 +326,7 @@ class Experiment:
             "models": [model.fingerprint for model in self.checkpoints],
             "config": hashed_computation(self.base.config),
             "tokens": [samples.sha256 for samples in data],
-            "files": f"{int(self.ranks.gather(int(stamps[:12], 16))[0]):x}",
+            "files": stamps,
             **more,
         }
 

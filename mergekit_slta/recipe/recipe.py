@@ -34,7 +34,7 @@ from mergekit_slta.recipe.text import Loader, faults, misshapen, normalize, with
 
 Given = TypeVar("Given", bound=Parameters)
 Kind = TypeVar("Kind", bound=MethodSettings)
-SOURCES = {*CalibratedExpert.model_fields}  # the parameters of an expert that say where its data come from
+SOURCES = {*CalibratedExpert.model_fields}  # the parameters of an expert that say what its data are
 SHARED_WITH_BASE = {"template", "samples"}  # of these, what the recipe's own parameters give the base model's task too
 
 
@@ -250,7 +250,7 @@ def loaded(recipe: RecipeOrFile) -> Recipe:
 
 
 def published_name(reference: ModelReference) -> str:
-    """A model's name for published files: the recipe's spelling, but only the last part of an absolute path."""
+    """A model's name for published files: the recipe's spelling, but only the last part of a private path."""
     parts = [part for part in (reference.model, reference.lora) if part is not None]
     return "+".join(published_path(part.path) + (f"@{part.revision}" if part.revision else "") for part in parts)
 

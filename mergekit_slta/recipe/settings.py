@@ -1,6 +1,6 @@
 """The parameters and properties of every merge method, one class for each, and what a recipe gives each model.
 
-Other rooms read a method's properties here (does it run models? the experts too?) instead of comparing its name.
+Other rooms read a method's properties here (does it run models? the experts too?).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MethodSettings(Parameters):
     in_words: ClassVar[str]  # what it does, as a model card goes on after its name and a colon
     expert: ClassVar[type[Parameters]]  # the class of one expert's parameters
     runs_models: ClassVar[bool] = False  # on prompts, for which it needs whole models and one value per parameter
-    runs_experts: ClassVar[bool] = False  # on the prompts' tokens, not only on the base model's hidden states
+    runs_experts: ClassVar[bool] = False  # on prompts' tokens; for slta at level ``model``, see ``require_levels``
 
 
 class CalibrationSettings(MethodSettings):

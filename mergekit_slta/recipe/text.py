@@ -107,7 +107,7 @@ def misshapen(error: ValidationError) -> str:
 
 
 def _inputs(config: MergeConfiguration) -> Iterator[str]:
-    """No expert, an expert that is listed twice, and a base model that is listed under another spelling."""
+    """No expert, and a model that is listed twice, also by another spelling."""
     if config.models and not expert_references(config):
         yield "The recipe has no expert: list a fine-tuned model beside the base model."
     listed = [entry.model for entry in config.models or []]

@@ -143,11 +143,7 @@ class LayerFeatures:
         for linear_map in (m for m in linear_maps(decoder.layers[layer]) if m.name in parts):
             routed = linear_map.mixture_expert is not None  # there may be too many of these to have at once
             self.maps[linear_map] = None if routed else MapDeltas(linear_map, tensors)
-
-    def run_base(self, hidden: torch.Tensor, call: LayerCall, others: Iterable[LinearMap] = ()) -> LayerRun:
-        """Run the base model's layer on a batch [B, S, D], and record what linear maps, others too, and heads get."""
-        inputs_of = {linear_map.module for linear_map in (*self.maps, *others)} | self.head_modules
-        return self.decoder.run(self.layer, self.tensors[0], hidden, call, inputs_of=inputs_of)
+        self.modules = {linear_map.module for linear_map in self.maps} | self.head_modules  # whose inputs are measured
 
     @cached_property
     def changed_children(self) -> list[frozenset[str]]:
@@ -312,10 +308,9 @@ class Calibration(LayerMethod[Grams]):
         measured = {name: torch.zeros(self.shape, dtype=torch.float64) for name in features.names}
         for number, batch in enumerate(streams.batches):
             hidden, call = streams.hidden(BASE, number), streams.call(BASE, number)
-            base = features.run_base(hidden, call)
+            base = streams.run_layer(BASE, number, tensors[0], inputs_of=features.modules)
             for name, grams in features.grams(base, hidden, call, batch.lengths):
                 measured[name][list(batch.rows)] = grams
-            streams.set_output(BASE, number, base.output, base.state)
             for stream in self.followed[1:]:
                 streams.run_layer(stream, number, tensors[stream])
             report(len(batch.rows))

@@ -46,7 +46,7 @@ def measure(
 
     Args:
         recipe: a recipe for ``slta`` or ``featcal`` whose experts have calibration data, or its file.
-        levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp`` or ``linear``; by default the recipe's.
+        levels: ``model``, ``layer``, ``attn_mlp``, ``head_mlp``, ``linear``; by default the recipe's, or ``attn_mlp``.
         path: the statistics file, which is created if it does not exist; or a published one,
             ``hf:ORG/REPO/FILE[@REVISION]``. By default the recipe's ``statistics``; without one nothing is written.
         options: see ``Options``.

@@ -24,7 +24,7 @@ from mergekit_slta.levels import LEVELS, kinds_of, of_level, place_of
 from mergekit_slta.slta.solver import SubmoduleSolution, bootstrap, pooled, solve
 from mergekit_slta.slta.statistics_file import Info, read_statistics, resolve_statistics, write_statistics
 from mergekit_slta.tables import Paragraphs, Table, as_json, known_names, short_names
-from mergekit_slta.words import as_score, counted, enumerated, kind_name, plain_number
+from mergekit_slta.words import as_score, counted, enumerated, kind_name, listed, plain_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -409,14 +409,14 @@ class Solution(Paragraphs):
         count, notes = len(self.submodules), list[str]()
         if ill := [name for name, solved in self.submodules.items() if solved.condition > ILL_CONDITIONED]:
             notes.append(
-                f"In {len(ill)} of {count} submodules ({', '.join(ill[:3])}{' ...' * (len(ill) > 3)}) the experts are "
+                f"In {len(ill)} of {count} submodules ({listed(ill)}) the experts are "
                 "nearly linearly dependent, so small changes of the prompts change the weights much: set a 'ridge'."
             )
         unknown = {name: s.rank < len(self.models) or not s.measured.all() for name, s in self.submodules.items()}
         if dependent := [name for name, is_unknown in unknown.items() if is_unknown]:
             branch = "; an expert without changes there gets its mean weight in the branch" * (self.level == "linear")
             notes.append(
-                f"In {len(dependent)} of {count} submodules ({dependent[0]} ...) experts are linearly dependent or "
+                f"In {len(dependent)} of {count} submodules ({listed(dependent)}) experts are linearly dependent or "
                 f"change nothing, so several weights fit the prompts: the smallest are taken{branch}."
             )
         return notes
@@ -448,7 +448,7 @@ class Solution(Paragraphs):
     ) -> Path:
         """Write a mergekit recipe that does the same merge without this plugin, without prompts and without statistics.
 
-        It is the same apart from ``out_dtype``, which is the type that the base model is stored in.
+        ``out_dtype`` is the type that the base model is stored in; a comment names what mergekit alone leaves out.
 
         Args:
             path: the YAML file to write.

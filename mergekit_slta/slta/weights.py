@@ -136,10 +136,7 @@ class TensorWeights:
 
     def _branches(self, layer: int, key: str) -> list[str]:
         split = of_each_layer(self.decoder, find_structure)[layer]
-        branches = [branch for branch, children in split.branches.items() if key.partition(".")[0] in children]
-        if not branches:
-            raise SltaError(f"The tensor {key} of layer {layer} feeds neither of its branches: use 'level: layer'.")
-        return branches
+        return [branch for branch, children in split.branches.items() if key.partition(".")[0] in children]
 
     def _of_branch(self, layer: int, key: str, branch: str) -> torch.Tensor:
         """The weights of a branch, or of heads.

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,17 +30,6 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return fail
-
-
-@pytest.mark.parametrize(("free", "code"), [(10**12, 0), (1, 3)])
-def test_a_full_disk_is_no_fault_of_the_recipe(
-    free: int, code: int, family: Family, write_recipe: WriteRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage("/")._replace(free=free)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    recipe = write_recipe(family, "sftm", calibration=False)
-    said = run("merge", recipe, tmp_path / "out", "--quiet", code=code).output
-    assert ("too little for" in said) == bool(code)
 
 
 def test_a_fault_of_the_recipe_outweighs_one_of_the_machine() -> None:
@@ -183,14 +171,3 @@ def test_without_a_terminal_a_merge_prints_no_bars(
     monkeypatch.setattr(loop, "SECONDS_BETWEEN_LINES", -1)
     said = run("merge", write_recipe(family, "actmat", calibration=False), tmp_path / "out").stderr
     assert " Merging: lm_head.weight, " in said and "it/s" not in said
-
-
-def test_without_a_terminal_progress_comes_in_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "SECONDS_BETWEEN_LINES", -1)
-    for quiet in (False, True):
-        with loop.progress_bar("Solving", ["org/base"], 4, quiet) as progress:
-            progress("layer 1 of 2", 1)
-        said = capsys.readouterr().err
-        assert said == "" if quiet else said.endswith(" Solving: layer 1 of 2, 25%\n") and said[2] == said[5] == ":"

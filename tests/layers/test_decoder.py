@@ -166,15 +166,6 @@ def test_a_wrapper_for_images_runs_on_text(config: transformers.PretrainedConfig
         assert torch.allclose(hidden, expected[layer], rtol=0, atol=TOLERANCE)
 
 
-@torch.no_grad()
-def test_padding_matters_where_a_token_sees_later_ones() -> None:
-    model, decoder, _ = opened(transformers.BertConfig(vocab_size=families.VOCABULARY, **_TINY))
-    first, other = (model(torch.tensor([[5, 6, last]])).logits[0, 0] for last in (7, 8))
-    assert not torch.allclose(first, other, rtol=0, atol=TOLERANCE)  # that it is such a model
-    assert not decoder.form.causal
-    assert padding_matters(decoder, (3, 5))
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [

@@ -31,19 +31,6 @@ def statistics() -> Statistics:
 # Parts of them
 
 
-def test_a_subset_in_another_order(statistics: Statistics) -> None:
-    statistics.tokens.copy_(torch.arange(1, 1 + len(statistics.task)))
-    part = statistics.take([2, 0])
-    assert part.info.models == ("org/<b>chat", "org/math")
-    assert part.info.fingerprint.experts == ("2" * 64, "0" * 64)
-    assert part.task.tolist() == [0] * SAMPLES + [1] * SAMPLES
-    rows = [*range(2 * SAMPLES, 3 * SAMPLES), *range(SAMPLES)]
-    assert torch.equal(part.tokens, statistics.tokens[rows])
-    for name, gram in statistics.grams.items():
-        assert torch.equal(part.grams[name], gram[rows][:, [2, 0]][:, :, [2, 0]])
-    assert same(statistics.take([0, 1, 2]), statistics)
-
-
 def test_experts_are_selected_by_name_and_parts_are_sound_files(statistics: Statistics, tmp_path: Path) -> None:
     part = statistics.take([2, 0])
     measured = replace(statistics, paths={"org/math": "/models/zero"})
@@ -135,7 +122,7 @@ def test_it_prints_and_gives_and_draws_the_same_numbers(statistics: Statistics) 
     assert last.split() == ["layer.1.mlp", *["0.000"] * 3, *["–"] * 4]
     assert whole.split() == ["all", *["–"] * 3, *(f"{share:.2f}" for share in solution.retained_overall.tolist()), "–"]
     assert legend.startswith("math is org/math; code is org/code; <b>chat is org/<b>chat; ")
-    assert note.startswith("In 1 of 4 submodules (layer.1.mlp ...)") and [note] == solution.notes()
+    assert note.startswith("In 1 of 4 submodules (layer.1.mlp)") and [note] == solution.notes()
     attention, mlp, _ = solution.plot().axes
     for axes, branch in ((attention, "attn"), (mlp, "mlp")):
         drawn = torch.tensor(axes.images[0].get_array()).T  # [layers, T]

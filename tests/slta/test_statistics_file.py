@@ -107,14 +107,12 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
         lambda tensors, info: info.update(num_layers=10**10),
         "does not hold level 'layer' of 10000000000 layers",
     ),
-    "no layers": (lambda tensors, info: info.update(num_layers=-1), "does not hold level 'layer' of -1 layers"),
     "not semidefinite": (
         lambda tensors, info: tensors[GRAM][0].copy_(torch.tensor([[1.0, 3, 0], [3, 1, 0], [0, 0, 1]])),
         "'layer.1.mlp' holds no Gram",
     ),
     "too large": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(1e308), "'layer.1.mlp' holds no Gram"),
     "too small": (lambda tensors, info: tensors[GRAM][0].mul_(1e-200), "'layer.1.mlp' holds no Gram"),
-    "more tokens than a prompt may have": (lambda tensors, info: tensors["tokens"].fill_(2**62), "'tokens' does not"),
     "two models of one name": (
         lambda tensors, info: info["models"].__setitem__(1, info["models"][0]),
         "it has one name for two models",

@@ -49,14 +49,6 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
         ), name
 
 
-def test_layer_1_is_not_layer_11() -> None:
-    decoder = families.skeleton("llama", num_hidden_layers=12)
-    alpha = random_alpha(decoder, "layer")
-    weights = TensorWeights(decoder, "layer", solutions(alpha), families.own_layout(decoder))
-    for layer in (1, 10, 11):
-        assert weights[f"model.layers.{layer}.mlp.up_proj.weight"] is alpha[f"layer.{layer}"]
-
-
 @torch.no_grad()
 def test_an_expert_whose_change_no_input_excites_takes_its_branchs_weight(
     make_family: MakeFamily, tmp_path: Path
