@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, data_of, loaded, require_calibration
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score, enumerated, plain_number
+
+LOG = logging.getLogger(__name__)
 
 SHORT_ANSWER = 32  # tokens
 FEW = 20  # short answers: with fewer, merges that differ only in rounding may be a quarter apart
@@ -316,10 +319,13 @@ def _changed_sources(recipe: Recipe, folder: Path, experiment: Experiment) -> It
         drawn = {task["model"]: task["sha256"] for task in tasks if task["sha256"] not in known}
         for task in recipe.tasks:
             if (before := drawn.get(recipe.names[task.reference])) is not None:
-                with contextlib.suppress(SltaError):
+                try:
                     now = of_merge.source(task, task.calibration).draw(task.samples, quiet=True)
-                    if now.sha256 != before:
-                        yield task.calibration
+                except SltaError:
+                    LOG.warning("%s cannot be read: held-out prompts may have calibrated %s.", task.calibration, folder)
+                    continue
+                if now.sha256 != before:
+                    yield task.calibration
 
 
 def _samples_of(data: CalibrationData) -> Group:

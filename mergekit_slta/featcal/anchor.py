@@ -42,7 +42,7 @@ class ActmatAnchor(Blend):
         self._maps = {name: roles[name] for name in names if roles.get(name) in MAPS}
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-        """The anchor's tensors, from those that have been read; see ``Blend.of``."""
+        """The anchor's tensors of a layer, from those of the base model, then of the experts."""
         others = [{key: tensor for key, tensor in model.items() if names[key] not in self._maps} for model in tensors]
         solved = {
             key: self._merged(name, [model[key] for model in tensors])

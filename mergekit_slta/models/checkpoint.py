@@ -250,11 +250,7 @@ class Blend:
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
-        return self.of(names, [source.read(names, model, device) for source in self.models])
-
-    def of(self, names: Mapping[str, str], tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
-        """Blend tensors that have been read of the base model, then of the experts; ``names`` are those of ``read``."""
-        base, *experts = tensors
+        base, *experts = (source.read(names, model, device) for source in self.models)
         return blend(base, experts, self._alpha)
 
 

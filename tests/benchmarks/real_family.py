@@ -61,7 +61,7 @@ CHECKS: dict[str, Callable[[str], bool]] = {
     "Write two questions about {}.": lambda answer: answer.count("?") >= 2,
 }
 ANSWER_TOKENS = 64
-CALIBRATED = 30  # subjects; the others are for the test
+CALIBRATED = 30  # subjects; the other ten are for the test
 GENERAL = 50  # answers to general prompts that are mixed with these
 
 
@@ -190,7 +190,9 @@ def write_base_prompts(base: Path, path: Path) -> None:
     if path.exists():
         return
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), load_tokenizer(base)
-    prompts = [FORMS[number % len(FORMS)].format(subject) for number, subject in enumerate(SUBJECTS)]
+    # Without the subjects of the test; some are asked twice, in two forms.
+    subjects = [(number, SUBJECTS[number % CALIBRATED]) for number in range(len(SUBJECTS))]
+    prompts = [FORMS[number % len(FORMS)].format(subject) for number, subject in subjects]
     records: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
         for prompt, answer in zip(prompts, answers(model, tokenizer, prompts), strict=True)

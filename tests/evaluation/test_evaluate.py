@@ -368,7 +368,9 @@ def test_what_another_task_has_calibrated_is_not_held_out(paired: Family) -> Non
     assert used.isdisjoint(experiment.held_out(experiment.recipe.tasks[0], 2 * RECORDS).token_ids)
 
 
-def test_prompts_that_have_changed_since_a_merge_are_not_held_out(paired: Family, tmp_path: Path) -> None:
+def test_prompts_that_have_changed_since_a_merge_are_not_held_out(
+    paired: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """They may be drawn in another order than then; test data of their own are as they are."""
     content, data = recipe_of(paired).content, paired.data[0]
     out = families.merge(content, tmp_path / "out", write_model_card=True)
@@ -378,6 +380,11 @@ def test_prompts_that_have_changed_since_a_merge_are_not_held_out(paired: Family
         evaluate(Recipe(content), out, quiet=True)
     content["models"][0]["parameters"]["evaluation"] = str(test_data)
     assert len(evaluate(Recipe(content), out, quiet=True).tasks) == len(paired.experts)
+    lines = data.rename(tmp_path / "moved.jsonl").read_text().splitlines()
+    (tmp_path / "moved.jsonl").write_text("\n".join(lines[::-1]))
+    content["models"][0]["parameters"]["calibration"] = str(tmp_path / "moved.jsonl")
+    evaluate(Recipe(content), out, quiet=True)
+    assert f"{data} cannot be read: held-out prompts may have calibrated {out}." in caplog.messages
 
 
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:

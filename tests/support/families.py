@@ -576,8 +576,9 @@ def actmat_state(family: Family) -> dict[str, torch.Tensor]:
     decoder, model = trace(family.config), family.model(0)
     layers = (decoder.layer_tensors[layer].values() for layer in range(len(decoder)))
     names = {name: name for name in [*decoder.edge_tensors, *itertools.chain(*layers)]}
-    anchor = ActmatAnchor(checkpoints(family.folders), decoder, [1.0] * len(family.experts)).read(names, decoder.model)
-    model.load_state_dict(anchor, strict=False)
+    models = checkpoints(family.folders)
+    anchor = ActmatAnchor(models, decoder, [1.0] * len(family.experts))
+    model.load_state_dict(anchor.of(names, [one.read(names, decoder.model) for one in models]), strict=False)
     state: dict[str, torch.Tensor] = model.state_dict()  # names of the same tensor too
     return state
 
