@@ -1,6 +1,6 @@
 r"""Merge an instruct model with one fine-tune of it in several ways, and score what each merge gained and kept.
 
-Needs a GPU, the Hub and `pip install lm_eval[ifeval]` for real models. One pair, with everything that it downloads:
+Needs a GPU, the Hub and `pip install "lm_eval[ifeval]"` for real models. One pair, with everything that it downloads:
 
     python examples/evaluate_pair.py google/gemma-2-2b-it google/gemma-2-2b-jpn-it --device cuda --chat \
         --calibration "hf:kunishou/databricks-dolly-15k-ja?split=train" \

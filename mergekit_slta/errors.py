@@ -86,10 +86,7 @@ def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
 
 @contextmanager
 def reading(what: object, problem: str = "cannot be read", fix: str = "get an undamaged copy") -> Iterator[None]:
-    """Turn the many kinds of errors that libraries raise for damaged input, ``what``, into an SltaError that names it.
-
-    A lack of memory stays what it is.
-    """
+    """Turn errors of many kinds that libraries raise for damaged input, ``what``, into an SltaError that names it."""
     try:
         yield
     except SltaError:
@@ -138,12 +135,12 @@ def files_named(then: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def interruptible(then: str) -> Iterator[None]:
-    """Say, when the user interrupts the block, what the same command does when it is given again."""
+def interruptible(then: str, command: str = "the same command") -> Iterator[None]:
+    """Say, when the user interrupts the block, what a command does when it is given again."""
     try:
         yield
     except KeyboardInterrupt:
-        click.echo(f"\nInterrupted: the same command {then}.", err=True)
+        click.echo(f"\nInterrupted: {command} {then}.", err=True)
         raise
 
 

@@ -51,7 +51,7 @@ from mergekit_slta.words import counted, listed
 LOG = logging.getLogger(__name__)
 
 LOOP = 24  # tokens at least of one phrase, three times or more, that are the end of an answer which goes on for ever
-BATCH = 16  # prompts that are answered together
+BATCH, BATCH_TOKENS = 16, 2**15  # prompts that are answered together, and their tokens with the answers'
 WHOLE = 2**40  # tokens: more than any prompt has
 PROMPT_FIELDS = (*zip(CHAT_FIELDS), ("prompt",), ("question",), ("instruction", "input"), ("text",))
 
@@ -116,15 +116,19 @@ def ask(
     files.write(beside, _lines(run, *answered.items()).encode())
     # Prompts of about one length are answered together, and in the same batches when the run is started again.
     order = sorted(range(len(asked)), key=lambda number: len(asked[number].ids))
-    batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
+    batches = list[list[int]]()
+    while order:
+        longest = len(asked[order[:BATCH][-1]].ids) + max_new_tokens
+        count = max(1, min(BATCH, BATCH_TOKENS // longest))
+        batches, order = [*batches, order[:count]], order[count:]
     batches = [batch for batch in batches if not answered.keys() >= {*batch}]
     if batches and not experiment.quiet:
-        longest = max(len(prompt.ids) for prompt in asked)
-        nbytes = answer_bytes(checkpoint.model, longest, longest + max_new_tokens, min(BATCH, len(asked)))
+        longest_rows = ((len(asked[batch[-1]].ids), len(batch)) for batch in batches)
+        nbytes = max(answer_bytes(checkpoint.model, n, n + max_new_tokens, rows) for n, rows in longest_rows)
         click.echo(f"Memory: about {as_size(nbytes)}", err=True)
-    with progress_bar("Answering", [reference], len(asked), experiment.quiet) as progress:
+    with progress_bar("Answering", [reference], sum(map(len, batches)), experiment.quiet) as progress:
         loaded = _loaded(experiment, checkpoint, source) if batches else None
-        progress("the first prompts", len(asked) - sum(map(len, batches)))
+        progress("the first prompts", 0)
         for batch in batches:
             produced = _produced(loaded, [asked[number].ids for number in batch], max_new_tokens)
             finished = {
@@ -142,7 +146,8 @@ def ask(
     for count, what in (
         (
             thoughts,
-            f"end in the reasoning after {max_new_tokens} tokens: delete the file, and ask with --max-new-tokens 4096",
+            f"end in the reasoning after {max_new_tokens} tokens: delete the file, ask with --max-new-tokens 4096 for "
+            "it, and set 'max_tokens: 4608' in the recipe",
         ),
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
@@ -309,6 +314,7 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
     )
     if whole.startswith(given):  # the answer alone may lack the space that it begins with
         text = whole.removeprefix(given)
+    text = text if end else text.rstrip("\ufffd")  # half of a character
     if not text.strip():
         return _Answer({})
     if not end and _loops(words):

@@ -143,7 +143,7 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
         click.echo(line, err=True)
     if dry_run:
         return Result({"lines": lines})
-    with interruptible("goes on"):
+    with interruptible("goes on after its finished steps", "auto"):
         judged = run.make(keep)
     return Result(judged._asdict(), "\n".join(judged.lines))
 
@@ -489,7 +489,8 @@ def publish(out: Path, repository: str, **options: bool) -> Result:
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.publish import publish as publish_merge
 
-    transformers.utils.logging.disable_progress_bar()
+    if options["quiet"]:
+        transformers.utils.logging.disable_progress_bar()
     publication = publish_merge(out, repository, **options)
     return Result(vars(publication), publication)
 

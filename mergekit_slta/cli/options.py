@@ -110,10 +110,7 @@ def mergekit_options() -> list[click.Option]:
 
 
 def applied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Set up logging and threads by mergekit's options, and return the others, as our functions take them.
-
-    Under torchrun the processes are spread over the GPUs.
-    """
+    """Set up logging and threads by mergekit's options, and return the others, as our functions take them."""
     import torch
     import transformers
     from mergekit.options import MergeOptions

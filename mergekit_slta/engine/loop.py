@@ -225,7 +225,7 @@ def progress_bar(
     Without a terminal, a line with the time comes every half minute.
     """
     loading = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}"
-    with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, disable=quiet or None) as bar:
+    with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, smoothing=0, disable=quiet or None) as bar:
         done, said = 0, time.monotonic()
 
         def progress(at_hand: str, steps: int) -> None:

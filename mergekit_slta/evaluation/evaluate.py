@@ -112,9 +112,7 @@ class Comparison(Paragraphs):
             means[name] = TaskScore(accuracy, None, None, **sums, **averages)
 
         def rank(name: str) -> tuple[float, ...]:
-            mean = means[name]
-            numbers = -(mean.accuracy or 0.0) * by_answers, -(mean.gain_kept or 0.0), mean.loss
-            return tuple(math.inf if math.isnan(number) else number for number in numbers)
+            return (-(means[name].accuracy or 0.0) * by_answers, -(means[name].gain_kept or 0.0), means[name].loss)
 
         return {name: means[name] for name in sorted(means, key=rank)}
 

@@ -440,10 +440,7 @@ class _Layer:
 
 
 def _before_norm(inputs: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What turns a change of a norm's output into one of its input [n, D], and how much such a change counts [n].
-
-    From the norm's inputs and outputs [n, D].
-    """
+    """What turns a change of a norm's output into one of its input, both [n, D], and how much each counts [n]."""
     factors = torch.where(inputs == 0, 0.0, outputs / inputs)
     squares = factors.square()
     usual = squares.median(1, keepdim=True).values

@@ -37,7 +37,7 @@ from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
-from mergekit_slta.models.headers import folder_with, local_folder, weight_map
+from mergekit_slta.models.headers import CODE, folder_with, local_folder, weight_map
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import model_inputs
 
@@ -107,7 +107,7 @@ def local_path(
 
     mergekit downloads all .safetensors files, also those of checkpoints, and the weights once more in another format.
     """
-    patterns = "*.json", "tokenizer.model", "model*.safetensors"
+    patterns = "*.json", "tokenizer.model", "model*.safetensors", CODE
     try:
         with suppress(SltaError):  # it has other weights
             weight_map(downloaded := folder_with(patterns, self.model, cache_dir))

@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from mergekit_slta.errors import SltaError, reading
-from mergekit_slta.files import commit, digest, versions
+from mergekit_slta.files import digest, versions
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
 from mergekit_slta.models.headers import (
     ADAPTER_CONFIG,
@@ -56,7 +56,7 @@ def merge_adapter(
     """Replace mergekit's ``ModelReference.merged``, which names the folder by the two paths.
 
     mergekit reuses that folder even if the base model or the adapter has changed, or if the merge was interrupted.
-    Here the name depends on the files of both, the dtype and the code, and the folder gets it only when it is
+    Here the name depends on the files of both, the dtype and the versions, and the folder gets it only when it is
     complete.
     """
     if not cache_dir:
@@ -66,7 +66,7 @@ def merge_adapter(
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     refuse_adapter_in(base)
     files_of_both = sorted(stamps(source_files(base, adapter)).values())
-    content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, versions(), commit(), peft.__version__]
+    content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, versions(), peft.__version__]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     part = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -109,10 +109,7 @@ class Model:
 
 
 def open_model(reference: ModelReference, trust_remote_code: bool = False, cache_dir: str | None = None) -> Model:
-    """Read the configuration and the headers of the weight files of a model in a folder or on the Hub.
-
-    Its adapter is ignored.
-    """
+    """Read the configuration and the headers of the weight files of a model, not its adapter, here or on the Hub."""
     path = reference.model
     folder = local_folder(path, cache_dir)
     if folder is None:

@@ -152,7 +152,8 @@ def published_recipe(recipe: Recipe) -> str:
     """
     content = {key: value for key, value in recipe.content.items() if key in MergeConfiguration.model_fields}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
-    asked = [f"{line}\n" for line in recipe.text.splitlines() if line.startswith("#   mergekit-slta ask ")]
+    lines = re.sub(r"\\\n#\s*", "", recipe.text).splitlines()  # as recipe/new.yml.jinja writes them
+    asked = [f"{line}\n" for line in lines if line.startswith("#   mergekit-slta ask ")]
     return without_private_paths("".join(asked) + text, recipe).strip()
 
 

@@ -184,10 +184,7 @@ SETTINGS: dict[str, type[MethodSettings]] = {
 
 
 def parameter_specs(settings: type[MethodSettings], of_base: bool = False) -> tuple[ParameterSpec, ...]:
-    """A method's parameters as mergekit declares them; or with those of the base model's entry, which it does not read.
-
-    The latter are for methods that run the models.
-    """
+    """A method's parameters as mergekit declares them; or with those of the base model's entry, which are ours."""
     scopes = ((settings, ParameterScope.SHARED), (KeptBase if of_base else settings.expert, ParameterScope.NON_BASE))
     return tuple(
         _spec(field.alias or name, field, scope)

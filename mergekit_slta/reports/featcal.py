@@ -26,10 +26,7 @@ ERRORS_MEANING = (
 
 
 def drift_page(errors: torch.Tensor, tasks: Sequence[tuple[str, int]], settings: FeatcalSettings) -> Page:
-    """The report on a feature merge, from its errors [L, T].
-
-    Of each task, it is given the name of its own model, and the number of its prompts.
-    """
+    """The report on a feature merge: its errors [L, T]; each task's model by name, and its number of prompts."""
     names = short_names([model for model, _ in tasks])
     digits = partial(as_score, decimals=3)
     last = [f"{digits(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]

@@ -31,7 +31,9 @@ def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)
-    recipe.write_text(f"# in {Path.home()}/recipes\n#   mergekit-slta ask base -o a.jsonl\n{recipe.read_text()}")
+    recipe.write_text(
+        f"# in {Path.home()}/recipes\n#   mergekit-slta ask base \\\n#     -o a.jsonl\n{recipe.read_text()}"
+    )
     run(recipe, folder / "out", "--quiet", program=mergekit_yaml)
     return folder / "out"
 

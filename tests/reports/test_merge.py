@@ -1,6 +1,5 @@
 """The report: its sentence's numbers, its files, and that it needs nothing from outside."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +9,10 @@ from support import families, reference, synthetic
 from support.command import run
 from support.families import Family
 from support.html_elements import Elements, assert_self_contained
-from support.rounding import IN_FLOAT64, SOLVED_IN_FLOAT64
+from support.rounding import SOLVED_IN_FLOAT64
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.merge import DRAWS, SCALE, report, report_page
-from mergekit_slta.slta.solver import pooled
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
 from mergekit_slta.words import as_score
@@ -147,10 +145,3 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
 def test_what_is_neither_a_solution_nor_statistics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SltaError, match="'merge' is of type PosixPath: give Statistics"):
         report(tmp_path, tmp_path)  # type: ignore[arg-type]
-
-
-def test_a_submodule_that_an_expert_hardly_changes_counts_for_little() -> None:
-    retained = torch.tensor([[0.9], [-1e3], [math.nan]], dtype=torch.float64)
-    share = torch.tensor([[2.0], [1e-6], [0.0]], dtype=torch.float64)
-    assert pooled(retained, share).item() == pytest.approx((2 * 0.9 - 1e-6 * 1e3) / (2 + 1e-6), abs=IN_FLOAT64)
-    assert pooled(retained[2:], share[2:]).isnan()

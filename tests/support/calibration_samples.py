@@ -48,12 +48,12 @@ def write_jsonl(path: Path, records: Sequence[Any]) -> str:
     return str(path)
 
 
-def not_needed() -> PreTrainedTokenizerBase:
+def no_tokenizer() -> PreTrainedTokenizerBase:
     raise SltaError("the expert has no tokenizer")
 
 
 def source_of(source: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> CalibrationSource:
-    defaults: dict[str, Any] = {"template": "", "load_expert_tokenizer": not_needed, "max_tokens": 100, "seed": 0}
+    defaults: dict[str, Any] = {"template": "", "load_expert_tokenizer": no_tokenizer, "max_tokens": 100, "seed": 0}
     return CalibrationSource(source, load_tokenizer=lambda: tokenizer, **defaults | settings)
 
 
