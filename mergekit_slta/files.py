@@ -98,11 +98,11 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def commit() -> str:
-    """The commit that pip has installed this package from, or of a clone, with "-dirty" after edits; else empty."""
+    """The commit that pip has installed this package from, or "clone" and what git says of a clone; else empty."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
         installed = json.loads(importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json") or "{}")
         if installed.get("dir_info", {}).get("editable"):
             words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]
-            return subprocess.run([*words, "--exclude=*"], capture_output=True, text=True).stdout.strip()
+            return f"clone {subprocess.run([*words, '--exclude=*'], capture_output=True, text=True).stdout.strip()}"
         return str(installed.get("vcs_info", {}).get("commit_id", ""))
     return ""

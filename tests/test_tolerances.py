@@ -41,4 +41,6 @@ def observed(source: str) -> Iterator[int]:
 def test_every_comparison_of_floats_takes_its_tolerance_from_a_rule() -> None:
     files = [path for path in TESTS.rglob("*.py") if "benchmarks" not in path.parts]
     lines = [f"{path.relative_to(TESTS)}:{line}" for path in files for line in observed(path.read_text("utf-8"))]
+    for compared in ("error < 1e-6", "x == pytest.approx(y)", "torch.allclose(x, y, rtol=0)"):
+        assert list(observed(f"assert {compared}")) == [1]
     assert not lines, f"take the tolerances of {', '.join(sorted(lines))} from tests/support/rounding.py"

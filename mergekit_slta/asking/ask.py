@@ -146,8 +146,8 @@ def ask(
     for count, what in (
         (
             thoughts,
-            f"end in the reasoning after {max_new_tokens} tokens: delete the file, ask with --max-new-tokens 4096 for "
-            "it, and set 'max_tokens: 4608' in the recipe",
+            f"end in the reasoning after {max_new_tokens} tokens: delete the file, ask for it with --max-new-tokens "
+            "4096, and set 'max_tokens: 4608' in the recipe",
         ),
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),

@@ -56,7 +56,7 @@ class Step(NamedTuple):
             found = (file for file in path.glob(below) if file.name[0] != ".")  # such as .DS_Store
             inputs += sorted(found) if path.is_dir() else [path]
         stats = [(str(file), file.stat()) for file in inputs if file.is_file()]
-        code = [__version__, files.commit()] if self.command[0] != "new" else []  # a recipe may have been edited
+        code = [] if self.command[0] in ("new", "ask") else [__version__, files.commit()]  # those may have been edited
         return files.digest([*self.command, *code, *([name, stat.st_size, stat.st_mtime_ns] for name, stat in stats)])
 
 
@@ -277,9 +277,9 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     if BASE not in [*tasks, *comparison.unscored]:
         lines.append("What the merge keeps of the base model was not measured, because no prompts were given for it.")
     if rival:
-        words = f"better than {rival}, the best of the others," if better else f"no better than {rival}"
-        low, high = (plain_number(limit, "+.2f") for limit in (ahead - error, min(ahead + error, 1.0)))
-        lines.append(f"{MERGE} is {words} by more than chance (on average by {low} to {high}).")
+        words = f"better than {rival}, the best of the others," if better else f"not better than {rival}"
+        low, high = (plain_number(limit, "+.2f") for limit in (max(ahead - error, -1.0), min(ahead + error, 1.0)))
+        lines.append(f"{MERGE} is {words} by more than chance (difference: {low} to {high}).")
     ended = {title: task.scores for title, task in tasks.items() if task.ended_answers >= FEW}
     if on := [
         title for title, of in ended.items() if (of[MERGE].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)

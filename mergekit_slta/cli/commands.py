@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -143,7 +144,7 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
         click.echo(line, err=True)
     if dry_run:
         return Result({"lines": lines})
-    with interruptible("goes on after its finished steps", "auto"):
+    with interruptible("goes on after the steps that are finished", "the same auto command"):
         judged = run.make(keep)
     return Result(judged._asdict(), "\n".join(judged.lines))
 
@@ -489,7 +490,7 @@ def publish(out: Path, repository: str, **options: bool) -> Result:
     import mergekit_slta.host.patches  # noqa: F401 - mergekit must know the methods where start-up files are off
     from mergekit_slta.output.publish import publish as publish_merge
 
-    if options["quiet"]:
+    if options["quiet"] or not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     publication = publish_merge(out, repository, **options)
     return Result(vars(publication), publication)

@@ -46,10 +46,7 @@ REASON, CALLED = "the reasoning", "the tool calls"  # parts that a chat template
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "input_audio")
 BESIDE_TEXT = ("code", "label", "solution", "summary", "target")  # what may stand there; the text is read alone
 # What only a template of a recipe names.
-UNREAD = (
-    *("context", "passage", "article", "schema", "choices", "options", "history", "functions", "rationale"),
-    *(*REASONING, *MEDIA),
-)
+UNREAD = ("context", "passage", "schema", "choices", "options", "history", "functions", *REASONING, *MEDIA)
 BY_CHANCE = 20  # a text may hold so many characters of another field by chance
 DEEPEST = 100  # lists and tables within each other: more would overflow what writes them
 _SWITCH = re.compile(r"(?<!<)/(no_)?think\b")  # of a system prompt: some chat templates obey it and do not write it
@@ -93,7 +90,7 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
         UnfitRecord: the record lacks these fields, or does not fit the template or the chat template.
         SltaError: the template is not valid, or there is no chat template.
     """
-    if record.get("label") is False and not template and _groups_in(record)[:1] != [("text",)]:
+    if record.get("label") is False and not template and _groups_in(record)[:1] == [("prompt", "completion")]:
         raise UnfitRecord(f"{where} has an answer that was rejected ('label' is false).")
     text = _fill(template, record, where) if template else _by_fields(record, where, render_chat)
     if re.search("[\ud800-\udfff]", text.text):
@@ -139,8 +136,8 @@ def unread(record: Record, names: Iterable[str] = UNREAD) -> tuple[str, ...]:
 
 def _holds(text: Text, words: str) -> bool:
     """Whether a text has a field's words, and not by chance."""
-    known = text.is_pair or text.answer is not None or len(words) > BY_CHANCE
-    return words in text.text if known else text.text.rstrip().endswith(words)
+    known = text.answer is not None or len(words) > BY_CHANCE
+    return words in text.text if known else _END.sub("", text.text).rstrip().endswith(words)
 
 
 def _joined(fields: tuple[str, ...], parts: list[str], record: Record) -> Text:
@@ -276,7 +273,7 @@ def _chat_text(turns: Turns, record: Record, where: object, render_chat: Callabl
 
 def with_system(turns: Turns, record: Record) -> Turns:
     """A conversation with the system prompt that its record has in a field of its own."""
-    system = next((_text_of(decoded(record[name])) for name in SYSTEM if not is_blank(record.get(name))), None)
+    system = next((_text_of(record[name]) for name in SYSTEM if not is_blank(record.get(name))), None)
     has_none = not any(turn["role"] == "system" for turn in turns)
     return [{"role": "system", "content": system}, *turns] if isinstance(system, str) and has_none else turns
 

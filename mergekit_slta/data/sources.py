@@ -138,7 +138,8 @@ class CalibrationSource:
             elif row not in repeated:
                 lacks_answer = used and answer and answer[0] >= self.max_tokens
                 (unanswered if lacks_answer else drawn).append(_Sample(index, row, answer, text))
-                repeated.update([row] if used else [])
+                if used:
+                    repeated.add(row)
         described = quiet or any(data.source == self.source for data in used)
         if not (drawn or unanswered) and (not used or (unfit and not described)):
             all_empty = f"all {empty} are empty. Name another source, or give a 'template' of fields with text."
@@ -166,7 +167,7 @@ class CalibrationSource:
         if unfit:
             yield f"skipped {counted(len(unfit), 'row')}, the first because {unfit[0]}"
         if blank := sum(sample.text.is_pair and not sample.text.answer for sample in drawn):
-            yield f"{blank} of {len(drawn)} prompts have no answer in their field for it: write one, or remove them."
+            yield f"{blank} of {len(drawn)} prompts have an empty answer: write it, or remove the prompt."
         if copies := len(drawn) - len({sample.row for sample in drawn}):
             yield f"{copies} of {len(drawn)} prompts repeat another, as far as 'max_tokens' goes: remove copies."
         left_out = Counter(("the chat template", part) for sample in drawn for part in sample.text.left_out)

@@ -73,7 +73,6 @@ class TaskComparison:
     scores: dict[str, TaskScore]  # by the models' names
     # By them, a number for each prompt that counts: the mean is the accuracy, or of few answers the token accuracy.
     points: dict[str, list[float]] = field(default_factory=dict)
-
     source: str = ""  # of the prompts
     sha256: str = ""  # of their tokens
 
@@ -178,7 +177,7 @@ class Comparison(Paragraphs):
                 "and gained answers compare with the base model, and accuracy counts only the answers that it gives."
             )
             if keep.scores[BASE].gain_kept is None:
-                yield "There the experts do hardly worse than the base model, so nothing shows what is kept of it."
+                yield "There the experts are hardly or no worse than the base model, so nothing shows what is kept."
         tasks = self.tasks
         experts = {name: task for name, task in tasks.items() if name != BASE}
         if long := [name for name, task in experts.items() if task.answers and not task.short_answers]:
@@ -186,7 +185,7 @@ class Comparison(Paragraphs):
         if keep and keep.answers and not keep.short_answers:
             yield f"No accuracy on {BASE}: it gives no answer of at most {SHORT_ANSWER} tokens exactly."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
-            yield f"The expert is hardly better than the base model, so its gain is not defined, on: {', '.join(idle)}."
+            yield f"The expert is hardly or no better than the base model, so it has no gain, on: {', '.join(idle)}."
         highest = {name: task.scores[own_model(name)].accuracy_high for name, task in experts.items()}
         if weak := [name for name, share in highest.items() if share is not None and share < 0.5]:
             yield (
@@ -269,8 +268,9 @@ def evaluate(
         of_task, data = _task(title, own, group, by_model, experiment.samples_tokenizer), held_out[title]
         compared[title] = replace(of_task, source=source_name(data.source), sha256=data.sha256)
     comparison = Comparison(compared, tuple(title for title in tasks if title not in groups))
-    for folder, name, result in zip(folders, merges, results, strict=True):
+    for result in results:
         result.refuse_changes()  # another merge would get the scores
+    for folder, name in zip(folders, merges, strict=True):
         _add_scores(folder, name, comparison)
     return comparison
 

@@ -25,7 +25,7 @@ RIDGE_OF_ADAPTERS = 0.3
 
 
 class ActmatAnchor(Blend):
-    """The experts' average, with linear maps solved as by ``actmat``: each matrix that the base model stores."""
+    """The experts' average, with a layer's (``of``) linear maps solved as by ``actmat``: each stored matrix."""
 
     def __init__(
         self,

@@ -115,8 +115,9 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             partial.remove()
     if earlier and (now := manifest.read(folder)):
         alike = "the same as" if now.sha256 == earlier.sha256 else "not the same as"
-        machines = f", which ran on {earlier.machine}: machines round differently" * (now.machine != earlier.machine)
-        click.echo(f"A sample of the weights in {folder} is {alike} that of the earlier merge{machines}.", err=True)
+        rounded = f", made on {earlier.machine}, which rounds differently" * (earlier.machine not in ("", now.machine))
+        line = f"A sample of the weights in {folder} is {alike} that of the earlier merge"
+        click.echo(f"{line}{rounded * (now.sha256 != earlier.sha256)}.", err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)

@@ -175,7 +175,7 @@ class AsTheBase(LazyTensorLoader):
 def refuse_turned(base: Model, expert: Model) -> None:
     """Refuse an expert that stores a mixture's matrices turned, as versions of transformers differ in."""
     pairs = ((name, header.shape, expert.tensors.get(name, header).shape) for name, header in base.tensors.items())
-    if turned := [name for name, one, other in pairs if one != other and one == other[:-2] + other[:-3:-1]]:
+    if turned := [name for name, one, other in pairs if len(one) > 2 and one != other == one[:-2] + one[:-3:-1]]:
         raise SltaError(
             f"{expert} stores {listed(turned)} turned, unlike {base}: load both with transformers, save them, and name "
             "these copies."
@@ -189,7 +189,8 @@ def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
     for expert in experts:
         loader = LoaderCache().get(expert.reference)
         known = loader.index.tensor_paths.keys()
-        refuse_turned(base, expert)  # an adapter's headers are those of its base model, until it is merged
+        if expert.reference.lora:  # whose headers are those of its base model, until it is merged
+            refuse_turned(base, expert)
         if not known <= wanted and (parted := expert.layout(layout.model).parted(layout, loader.get_tensor)):
             raise SltaError(
                 f"{' and '.join(parted)} differ in the expert {expert}, and are one tensor in the base model {base}: "

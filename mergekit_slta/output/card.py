@@ -92,9 +92,10 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
     sources = [task.calibration for task in recipe.tasks if task.calibration]
     local = [_code(source_name(source)) for source in sources if not is_dataset(source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
-    if solution is not None and not sources:
-        needed = f" and `{STATISTICS_OF_MERGE}` from here, under the name that the recipe has for its `statistics`"
-    commit = made.versions["commit"] if not made.versions["commit"].endswith("-dirty") else ""
+    named = getattr(recipe.settings, "statistics", "")
+    if solution is not None and not sources and not named.startswith(PUBLISHED_PREFIX):
+        needed = f" and `{STATISTICS_OF_MERGE}` from here, as `{files.published_path(named)}`"
+    commit = made.versions["commit"].partition("clone")[0]  # that of a clone may be nowhere else
     option = ADAPTER_OPTION * any(reference.lora for reference in recipe.references)
     command = f"mergekit-yaml merged/{RECIPE_OF_MERGE} merged{option}"
     paragraphs += [
@@ -152,9 +153,9 @@ def published_recipe(recipe: Recipe) -> str:
     """
     content = {key: value for key, value in recipe.content.items() if key in MergeConfiguration.model_fields}
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
-    lines = re.sub(r"\\\n#\s*", "", recipe.text).splitlines()  # as recipe/new.yml.jinja writes them
-    asked = [f"{line}\n" for line in lines if line.startswith("#   mergekit-slta ask ")]
-    return without_private_paths("".join(asked) + text, recipe).strip()
+    asked = re.findall(r"^#   mergekit-slta ask .*\n", re.sub(r"\\\n#\s*", "", recipe.text), re.MULTILINE)
+    shown = "".join(re.sub(r"\S+", lambda word: files.published_path(word[0]), line) for line in asked)
+    return without_private_paths(shown + text, recipe).strip()
 
 
 def without_private_paths(text: str, recipe: Recipe) -> str:

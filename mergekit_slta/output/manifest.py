@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import peft
 import torch
 from mergekit.common import ModelReference
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -27,16 +28,13 @@ from mergekit_slta.tables import as_json
 _SNAPSHOT = re.compile(r"[/\\]snapshots[/\\]([0-9a-f]{40})")  # in the Hub's cache, the commit of a download
 
 
-HASHED = ("weights", "prompts")  # of a model, by which two merges are compared
-
-
 class MergedModel(BaseModel, frozen=True):
     """The base model or an expert."""
 
     name: str
     revision: str = ""  # on the Hub: the commit, of a download, or as the recipe names it
     sha256: str  # of the names, shapes and types of its tensors and a sample of their values
-    parameters: dict[str, Any] = {}  # its own in the recipe, with the defaults filled in; the base model's prompts
+    parameters: dict[str, Any] = {}  # its own in the recipe, with the defaults filled in
 
 
 class MergedTask(BaseModel, frozen=True):
@@ -82,7 +80,7 @@ def describe(
     # Without prompts, a statistics file knows which were measured.
     not_told = set() if any(task.calibration for task in recipe.tasks) else {"samples", "seed", "max_tokens"}
     of_base = {"samples": base.samples if base else 0, "weight": recipe.keep_weight}
-    own = [{key: of_base[key] for key in of_base.keys() - not_told} if recipe.settings.runs_models else {}]
+    own = [{key: of_base[key] for key in of_base if key not in not_told} if recipe.settings.runs_models else {}]
     kind = recipe.settings.expert
     own += [_filled(kind, given[expert.reference], SOURCES - {"samples"} | not_told) for expert in recipe.experts]
     checkpoints = experiment.checkpoints if whole else [experiment.base]
@@ -101,15 +99,16 @@ def describe(
     tokenizer = recipe.tokenizer_source
     tokenizer = published_name(tokenizer) if isinstance(tokenizer, ModelReference) else tokenizer
     settings |= {"dtype": config.dtype, "out_dtype": config.out_dtype, "tokenizer_source": tokenizer}
+    used = files.versions() | {"python": platform.python_version(), "commit": files.commit()}
     if any(model.lora for model in recipe.references):
-        settings["lora_merge_dtype"] = experiment.options.lora_merge_dtype
+        used |= {"peft": peft.__version__, "lora_merge_dtype": str(experiment.options.lora_merge_dtype)}
     return Manifest(
         method=config.merge_method,
         settings=settings | {"chat_template": config.chat_template},
         base_model=models[0],
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
-        versions=files.versions() | {"python": platform.python_version(), "commit": files.commit()},
+        versions=used,
         machine=f"{platform.system()} {platform.machine()}, {device}",
         sha256=fingerprint_of(folder) if folder else "",
     )
@@ -139,7 +138,7 @@ def differences(before: Manifest, now: Manifest) -> list[str]:
     copies = {model.name: here[model.sha256] for model in others if model.sha256 in here}  # the same, in another place
     had, has = _facts(before, copies), _facts(now, {})
     clauses = [
-        f"other {name}" if name.split()[0] in HASHED else f"{name} {had[name]} instead of {value}"
+        f"other {name}" if name.startswith(("weights of", "prompts of")) else f"{name} {had[name]} instead of {value}"
         for name, value in has.items()
         if name in had and had[name] != value
     ]

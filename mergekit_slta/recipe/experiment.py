@@ -11,6 +11,7 @@ from contextlib import redirect_stderr, suppress
 from functools import cached_property
 from typing import Any, TypedDict
 
+import click
 import torch
 from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
@@ -35,7 +36,7 @@ from mergekit_slta.models.headers import Model, folder_with, open_model
 from mergekit_slta.models.layout import Layout, meta_model
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
-from mergekit_slta.words import counted
+from mergekit_slta.words import counted, enumerated
 
 TOKENIZER = "tokenizer.json"
 
@@ -135,6 +136,9 @@ class Experiment:
 
     def open(self) -> None:
         """Have mergekit download all models, and merge adapters; from now on changes of their files are noticed."""
+        slow = [str(model) for model in self.recipe.references if model.lora or self.model(model).folder is None]
+        if slow and self.ranks.first and not self.quiet:
+            click.echo(f"Downloading models and merging adapters: {enumerated(slow)}", err=True)
         # In any other process than the first one transformers saves no weights, which merging adapters takes.
         if self.ranks.count > 1 and any(reference.lora for reference in self.recipe.references):
             with self.ranks.one_refusal():

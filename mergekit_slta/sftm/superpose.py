@@ -198,7 +198,7 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     features of different experts contradict each other, the result is the least-squares solution.
 
     The ``T`` matrices [m, n] are all float32 or all float64, and so is M [m, n]. ``rank`` is at most how
-    many features of each count, 0 for all. At rank 0, one matrix that alone is not zero is M.
+    many features of each count, 0 for all. At rank 0, M is the only matrix that is not zero, if there is one.
     """
     touched = [matrix for matrix in matrices if matrix.any()]
     if not touched:

@@ -127,7 +127,9 @@ def test_check_says_that_calibration_leaves_no_record_for_evaluate(
     assert all(words in note and str(file if tested is not None else family.data[0]) in note for note in notes)
 
 
-def test_check_shows_a_sample_as_the_model_sees_it(tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_check_shows_a_sample_as_the_model_sees_it(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
     def said(*records: dict[str, str | None], max_tokens: int = 2000) -> str:
         source = write_jsonl(tmp_path / "a.jsonl", records)
         return first_sample(load(source, plain_tokenizer, max_tokens=max_tokens), plain_tokenizer)
@@ -139,6 +141,7 @@ def test_check_shows_a_sample_as_the_model_sees_it(tmp_path: Path, plain_tokeniz
     assert said({"text": "ab"}).endswith("'<s>ab</s>'; no answer is known in it.")
     pairs = [{"question": "a", "answer": answer} for answer in ("b", None, "c")]
     assert said(*pairs).endswith(" An answer is known in 2 of 3 prompts.")
+    assert "1 of 3 prompts have an empty answer" in caplog.text
 
 
 def test_statistics_stand_for_calibration(family: Family, tmp_path: Path) -> None:

@@ -191,10 +191,7 @@ def another_tokenizer_linked(case: Case) -> None:
 
 
 # What a model's folder may hold a link to, and a merge would copy from there
-LINKS = (
-    *("merges.txt", "vocab.json", "tokenizer.model", "own.tiktoken", "generation_config.json", "modeling_own.py"),
-    *("chat_template.jinja", "additional_chat_templates/rag.jinja", "preprocessor_config.json"),
-)
+LINKS = ("merges.txt", "own.tiktoken", "modeling_own.py", "additional_chat_templates/rag.jinja")
 
 
 def own_code(named: Any, imports: str = "") -> Edit:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import families
 from support.adapters import write_adapter
-from support.examining import feature_recipe, only, problems
+from support.examining import feature_recipe, look, problems
 from support.families import Family
 from support.hub import serve
 
@@ -85,7 +85,8 @@ def test_the_layers_of_a_killed_merge_need_no_second_room(
     found = needs(families.experiment(recipe))
     usage = shutil.disk_usage("/")._replace(free=found.merged + found.solved // 2)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
-    assert "too little for" in only(recipe, out_path=tmp_path / "out")
+    found_full = look(recipe, out_path=tmp_path / "out")
+    assert "too little for" in found_full.problems[0] and found_full.exit_code == 3
     (tmp_path / "out" / PARTIAL_OF_MERGE).mkdir(parents=True)
     with (tmp_path / "out" / PARTIAL_OF_MERGE / "layer-0000.safetensors").open("wb") as file:
         file.truncate(found.solved // 2 + 1)

@@ -118,7 +118,7 @@ def test_a_run_that_was_killed_goes_on(models: family.Family, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(auto.Run, "take", killed)
-        assert "Interrupted: auto goes on after its finished steps." in run(*words, code=130).stderr
+        assert "Interrupted: the same auto command goes on after the steps" in run(*words, code=130).stderr
     written = {file: file.stat().st_mtime_ns for file in Path("out/merged").glob("*/model.safetensors")}
     assert len(written) == 3 and run(*words, "--keep").stdout.startswith("featcal gives")
     assert {file: file.stat().st_mtime_ns for file in written} == written

@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from support.calibration_samples import load, refused, source_of, write_jsonl, write_tokenizer
+from transformers import PreTrainedTokenizerBase
 
 # Like those of Hermes and Qwen, of DeepSeek's distilled models, of Gemma, and the plainest one.
 TOOLS = (
@@ -65,6 +66,7 @@ KIND, ASKED = turn("system", "be kind"), turn("user", "hi")
 JSON_CALL = call('{"q": "a", "n": 3}')
 CALLED = [ASKED, turn("assistant", "", tool_calls=[call({"q": "a", "n": 3})])]
 SAID = [ASKED, turn("assistant", "ho")]
+PAIR = {"question": "hi", "answer": "ho"}
 
 
 def shown(record: dict[str, Any], template: str, folder: Path) -> tuple[tuple[int, ...], str, str | None]:
@@ -107,6 +109,7 @@ def by_hand(turns: list[dict[str, Any]], tools: Any, template: str, folder: Path
         ({"messages": [{"role": None, "content": None, "from": "human", "value": "hi"}, SAID[1]]}, SAID, None),
         ({"question": [{"from": "human", "value": "hi"}], "answer": "ho"}, SAID, None),
         ({"system": "be kind", "conversations": SAID}, [KIND, *SAID], None),
+        ({"system": [{"text": "be kind"}], "messages": [{"role": "user", "text": "hi"}, SAID[1]]}, [KIND, *SAID], None),
         ({"system_prompt": "be rude", "messages": [KIND, *SAID]}, [KIND, *SAID], None),
         ({"messages": [ASKED, turn("assistant", "", tool_calls=[renamed("parameters")])]}, CALLED, None),
         ({"messages": [ASKED, turn("assistant", "", tool_calls=[{"function": renamed("input")}])]}, CALLED, None),
@@ -205,6 +208,25 @@ def test_a_conversation_that_cannot_be_written_as_text_is_skipped(
     assert f"skipped 1 row, the first because {reason}" in caplog.text
     alone = write_jsonl(tmp_path / "b.jsonl", [{"messages": turns}])
     assert reason.replace("row 2", "row 1") in refused(load, alone, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "hi", "completion": "ho", "label": False}, "row 1 has an answer that was rejected"),
+        ({"prompt": "[{'role': 'user'}]", "completion": "ho"}, "'prompt' of row 1 holds turns as Python prints them"),
+    ],
+)
+def test_a_pair_that_is_no_example_is_refused(record: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert reason in refused(load, write_jsonl(tmp_path / "a.jsonl", [record]), write_tokenizer(tmp_path / "t", PLAIN))
+
+
+def test_pairs_for_an_expert_that_has_a_chat_template_are_told(
+    tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, expert = write_jsonl(tmp_path / "a.jsonl", [PAIR]), write_tokenizer(tmp_path / "expert", PLAIN)
+    load(source, plain_tokenizer, 1, load_expert_tokenizer=lambda: expert)
+    assert "1 of 1 prompts reach the models without a chat template" in caplog.text
 
 
 @pytest.mark.parametrize("lists", [90, 300, 900])
@@ -359,7 +381,7 @@ EMPTY = PLAIN.replace("+ m.content", "+ ('<think>\\n</think>' if m.role == 'assi
 @pytest.mark.parametrize(
     ("record", "template", "said"),
     [
-        ({"question": "hi", "answer": "ho"}, "", "1 of 1 prompts reach the models without a chat template"),
+        (PAIR, "", "1 of 1 prompts reach the models without a chat template"),
         ({"messages": SAID}, "", "an empty thought before 1 of 1 answers"),
         ({"messages": [ASKED, turn("assistant", "<think>\n\n</think>ho")]}, "", ""),
         ({"question": "hi", "answer": "[INST]"}, "", ""),

@@ -128,7 +128,6 @@ def test_media_are_left_out_undecoded(source: str) -> None:
         ("org/dataset", None, ["no known extension", "hf:org/dataset"]),
         ("hf:", None, ["hf:DATASET"]),
         ("hf:folder?revision=main", None, ["config=NAME", "split=NAME"]),
-        ("hf:folder?split=", None, ["?split=NAME"]),
         ("folder", None, ["hf:folder"]),
         ("hf:folder?split=nope", None, ["nope", "train"]),
         ("hf:scripted", None, ["scripts are no longer supported"]),

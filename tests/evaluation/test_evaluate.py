@@ -260,7 +260,7 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     joined = " ".join(text.split())
     for said in (
         "because all prompts calibrate: words. Name test data with `evaluation`, or add prompts (60 or more",
-        "The expert is hardly better than the base model, so its gain is not defined, on: code.",
+        "The expert is hardly or no better than the base model, so it has no gain, on: code.",
         "all tokens of a prompt are scored",
         "On their own tasks these experts give under half of the short answers: code.",
     ):

@@ -15,7 +15,7 @@ from support.linearity_values import assert_same, plan_of
 from support.rounding import IN_FLOAT64
 
 from mergekit_slta.nonlinearity.result import Value, pool_values
-from mergekit_slta.nonlinearity.studies import linearity, merge_study, path_study, plan_studies
+from mergekit_slta.nonlinearity.studies import linearity, plan_studies
 
 
 def test_pooled_values_are_those_of_all_numbers() -> None:
@@ -26,22 +26,6 @@ def test_pooled_values_are_those_of_all_numbers() -> None:
     assert found.mean == pytest.approx(everything.mean().item(), abs=IN_FLOAT64)
     assert found.std == pytest.approx(everything.std(correction=0).item(), abs=IN_FLOAT64)
     assert math.isnan(pool_values([Value.of(parts[2])]).mean)
-
-
-def test_settings_are_the_papers() -> None:
-    studies = path_study(1, 3), merge_study((0, 2), 3), merge_study((0, 1, 2), 3)
-    way, pair, triple = (study.settings for study in studies)
-    assert torch.equal(way[:, 1], torch.arange(1, 11).double() / 10)
-    assert not way[:, [0, 2]].any() and not pair[:, 1].any()
-    for settings, experts, weights in ((pair, 2, [0.2, 0.4, 0.6, 0.8, 1.0]), (triple, 3, [0.3, 0.5, 0.7])):
-        merges = settings[experts:]
-        assert torch.equal(settings[:experts], torch.eye(3).double()[[0, 2] if experts == 2 else [0, 1, 2]])
-        assert len(merges) == len(merges.unique(dim=0)) == len(weights) ** experts
-        assert torch.equal(merges[:, 0].unique(), torch.tensor(weights, dtype=torch.float64))
-    assert [study.experts for study in plan_studies(3, pairs=True, triples=True)] == [
-        (0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2),
-    ]  # fmt: skip
-    assert [study.experts for study in plan_studies(2, pairs=False)] == [(0,), (1,)]
 
 
 def test_a_recipe_is_measured_on_its_first_samples(llama: Family, monkeypatch: pytest.MonkeyPatch) -> None:

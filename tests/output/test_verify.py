@@ -128,7 +128,7 @@ def test_what_is_wrong_is_named(copied: tuple[dict[str, Any], Path], spoil: Spoi
     assert changed.startswith(OTHERS) and said in [changed, *more][-1]
 
 
-HEAD, NORM = "mtp.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+HEAD = "mtp.layers.0.self_attn.q_proj.weight"
 UP = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
 
 
@@ -136,10 +136,7 @@ UP = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     ("architecture", "spoil", "said"),
     [
         ("mixtral", lambda own: None, ""),
-        ("mixtral", lambda own: own.pop("lm_head.weight"), "transformers misses lm_head.weight in the folder, and "),
-        ("mixtral", lambda own: own.update(more=torch.zeros(2)), "transformers does not know more."),
         ("mixtral", lambda own: own.pop(UP), "transformers cannot load the folder ("),
-        ("mixtral", lambda own: own.update({NORM: torch.zeros(31)}), f"{NORM} have other shapes than the folder's "),
         ("qwen3_5", lambda own: own.pop(HEAD), f"{HEAD} of "),  # which transformers ignores
     ],
 )

@@ -177,7 +177,6 @@ def test_names_are_quoted_as_yaml_needs_it(name: str, tmp_path: Path, monkeypatc
         ),
         (["org/math", *["--calibration", "hf:a/b"] * 3], "--calibration is given 3 times for one expert: give it once"),
         (["org/base"], "A model is named twice"),
-        (["org/math", "org/math"], "A model is named twice"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(arguments: list[str], sentence: str) -> None:

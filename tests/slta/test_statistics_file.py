@@ -113,6 +113,7 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     ),
     "too large": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(1e308), "'layer.1.mlp' holds no Gram"),
     "too small": (lambda tensors, info: tensors[GRAM][0].mul_(1e-200), "'layer.1.mlp' holds no Gram"),
+    "more tokens than a prompt may have": (lambda tensors, info: tensors["tokens"].fill_(2**62), "'tokens' does not"),
     "two models of one name": (
         lambda tensors, info: info["models"].__setitem__(1, info["models"][0]),
         "it has one name for two models",

@@ -22,7 +22,7 @@ def look(recipe: dict[str, Any], **arguments: Any) -> Findings:
         notes = examine(experiment, **arguments)
         return Findings([], [note for note in notes if "left for `evaluate`" not in note])
     except SltaError as error:
-        return Findings(list(error.sentences), [])
+        return Findings(list(error.sentences), [], exit_code=error.exit_code)
 
 
 def problems(recipe: dict[str, Any], **arguments: Any) -> list[str]:
