@@ -13,16 +13,15 @@ half the token positions in a batch. A method is a ``LayerMethod``; the loop kno
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
 import click
@@ -44,8 +43,6 @@ Result = TypeVar("Result")
 # Called with the number of this process's samples that have passed another step of a layer.
 Progress = Callable[[int], object]
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
-# Options of glibc's ``mallopt``, and from how many bytes on a block is got from the system.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, MAPPED = -1, -3, 2**20
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {desc}"  # of a long description, tqdm cuts the end off
 
 
@@ -116,20 +113,6 @@ def exact_products() -> Iterator[None]:
         yield
 
 
-def return_freed_memory() -> None:
-    """Have glibc give what this process frees back to the system, so that it takes what is counted.
-
-    By itself, glibc keeps freed blocks of up to 32 MiB, in pieces that larger ones do not fit in: a ``featcal`` merge
-    of 60 prompts (256 dimensions) took 225 MB, where 206 are counted. To get large blocks from the system each time
-    cost it 13 % of its processor time, and nothing in the quickstart. The environment's own setting stays.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
-            set_option = ctypes.CDLL(None).mallopt
-            set_option(M_MMAP_THRESHOLD, MAPPED)
-            set_option(M_TRIM_THRESHOLD, 16 * MAPPED)
-
-
 @torch.no_grad()
 @exact_products()
 def pass_layers(
@@ -140,7 +123,6 @@ def pass_layers(
     quiet: bool = True,  # show no progress bar
 ) -> Result:
     """Run all samples through the layers, one layer after the other."""
-    return_freed_memory()
     device, positions = method.decoder.device, fitting_batch(method.decoder)
     longest = max(len(token_ids) for samples in method.tasks for token_ids in samples)
     while True:
@@ -222,19 +204,27 @@ def progress_bar(
 ) -> Iterator[Callable[[str, int], object]]:
     """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took.
 
-    Without a terminal, a line with the time comes every half minute.
+    Every half minute, also while a step takes longer, a bar shows the time anew; without a terminal comes a line.
     """
-    loading = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}"
-    with tqdm(total=total, desc=loading, bar_format=BAR, leave=False, smoothing=0, disable=quiet or None) as bar:
-        done, said = 0, time.monotonic()
+    at_hand, done, ended = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}", 0, Event()
+    with tqdm(total=total, desc=at_hand, bar_format=BAR, leave=False, smoothing=0, disable=quiet or None) as bar:
 
-        def progress(at_hand: str, steps: int) -> None:
-            nonlocal done, said
-            done += steps
-            if not quiet and bar.disable and time.monotonic() - said > SECONDS_BETWEEN_LINES:
-                said = time.monotonic()
-                click.echo(f"{time.strftime('%H:%M:%S')} {doing}: {at_hand}, {done / total:.0%}", err=True)
-            bar.set_description_str(f"{doing}: {at_hand}", refresh=False)
+        def show() -> None:
+            while not ended.wait(SECONDS_BETWEEN_LINES):
+                if bar.disable:
+                    click.echo(f"{time.strftime('%H:%M:%S')} {at_hand}, {done / max(total, 1):.0%}", err=True)
+                else:
+                    bar.refresh()
+
+        def progress(now: str, steps: int) -> None:
+            nonlocal at_hand, done
+            at_hand, done = f"{doing}: {now}", done + steps
+            bar.set_description_str(at_hand, refresh=False)
             bar.update(steps)
 
-        yield progress
+        if not quiet:
+            Thread(target=show, daemon=True).start()
+        try:
+            yield progress
+        finally:
+            ended.set()

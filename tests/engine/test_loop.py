@@ -3,6 +3,7 @@
 import functools
 import io
 import re
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -76,6 +77,19 @@ def test_a_feature_merge_says_which_layer_it_solves(llama: Family, tmp_path: Pat
     assert " Solving: loading " in said[0] and llama.experts[1].name in said[0]
     assert any(f" Solving: {layers} of {layers} layers, " in line for line in said)
     assert said[-1].startswith("100%|")
+
+
+def test_without_a_terminal_lines_come_while_a_step_takes_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 0.001)
+    for quiet in (True, False):
+        with module.progress_bar("Solving", ["org/base"], 4, quiet) as progress:
+            progress("layer 1 of 2", 1)
+            time.sleep(0.05)
+            while not ("25%" in (said := capsys.readouterr().err) or quiet):
+                time.sleep(0.01)
+        assert said == "" if quiet else said.endswith(" Solving: layer 1 of 2, 25%\n")
 
 
 @pytest.mark.parametrize("method", [FeatureMerge, Calibration])
