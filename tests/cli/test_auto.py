@@ -132,7 +132,7 @@ def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family
     models.calibration["sums"].write_text("".join(lines[:100]))
     models.calibration["strings"].write_text("".join(lines[100:]))
     said = run(*arguments(models, "sums", "strings", strings=copied)).stdout
-    assert "no better than task_arithmetic-0.5 by more than chance" in said
+    assert "not better than task_arithmetic-0.5 by more than chance" in said
     assert "Next: publish task_arithmetic-0.5, since it gives 0.9 or more" in said
     assert Path("out/merged/task_arithmetic-0.5").is_dir()
 
