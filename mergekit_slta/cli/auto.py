@@ -272,8 +272,9 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     ahead, error = lead(every, MERGE, rival) if rival else (1.0, 0.0)
     better = ahead > error
     best = MERGE if better else rival
-    named = [(title, task, name) for name in dict.fromkeys((MERGE, best)) for title, task in tasks.items()]
-    lines = [*comparison.lacking, *(_sentence(*of) for of in named)]
+    lines = [*comparison.lacking]
+    for name in dict.fromkeys((MERGE, best)):
+        lines += [_sentence(title, task, name) for title, task in tasks.items()]
     if BASE not in [*tasks, *comparison.unscored]:
         lines.append("What the merge keeps of the base model was not measured, because no prompts were given for it.")
     if rival:

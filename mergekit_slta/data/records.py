@@ -90,8 +90,6 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
         UnfitRecord: the record lacks these fields, or does not fit the template or the chat template.
         SltaError: the template is not valid, or there is no chat template.
     """
-    if record.get("label") is False and not template and _groups_in(record)[:1] == [("prompt", "completion")]:
-        raise UnfitRecord(f"{where} has an answer that was rejected ('label' is false).")
     text = _fill(template, record, where) if template else _by_fields(record, where, render_chat)
     if re.search("[\ud800-\udfff]", text.text):
         raise UnfitRecord(f"{where} holds half of a character, which no tokenizer reads: correct it.")
@@ -99,11 +97,12 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
 
 
 def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -> Text:
-    chat_fields = [field for field in CHAT_FIELDS if field in record]
+    chat_fields, groups = [field for field in CHAT_FIELDS if field in record], _groups_in(record)
+    if record.get("label") is False and groups[:1] == [("prompt", "completion")]:
+        raise UnfitRecord(f"{where} has an answer that was rejected ('label' is false).")
     for field in chat_fields:
         if turns := turns_of(record[field], f"{field!r} of {where}"):
             return _chat_text(turns, record, where, render_chat)
-    groups = _groups_in(record)
     for fields in groups:
         values = [decoded(record[field]) for field in fields]
         if isinstance(record[fields[-1]], str) and not (is_turns(values[0]) and is_turns(values[-1])):

@@ -42,7 +42,7 @@ LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 # Called with the number of this process's samples that have passed another step of a layer.
 Progress = Callable[[int], object]
-SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal for a bar
+SECONDS_BETWEEN_LINES = 30  # of progress without a terminal, and between two looks at a bar's time
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {desc}"  # of a long description, tqdm cuts the end off
 
 

@@ -98,17 +98,18 @@ def describe(
     device = torch.cuda.get_device_name(device) if device.startswith("cuda") else device.upper()
     tokenizer = recipe.tokenizer_source
     tokenizer = published_name(tokenizer) if isinstance(tokenizer, ModelReference) else tokenizer
-    settings |= {"dtype": config.dtype, "out_dtype": config.out_dtype, "tokenizer_source": tokenizer}
-    used = files.versions() | {"python": platform.python_version(), "commit": files.commit()}
+    settings |= {"dtype": config.dtype, "out_dtype": config.out_dtype}
+    settings |= {"tokenizer_source": tokenizer, "chat_template": config.chat_template}
+    versions = files.versions() | {"python": platform.python_version(), "commit": files.commit()}
     if any(model.lora for model in recipe.references):
-        used |= {"peft": peft.__version__, "lora_merge_dtype": str(experiment.options.lora_merge_dtype)}
+        versions |= {"peft": peft.__version__, "lora_merge_dtype": str(experiment.options.lora_merge_dtype)}
     return Manifest(
         method=config.merge_method,
-        settings=settings | {"chat_template": config.chat_template},
+        settings=settings,
         base_model=models[0],
         models=tuple(models[1:]),
         tasks=tuple(_tasks(experiment, solution)) if whole else (),
-        versions=used,
+        versions=versions,
         machine=f"{platform.system()} {platform.machine()}, {device}",
         sha256=fingerprint_of(folder) if folder else "",
     )
