@@ -6,7 +6,6 @@ Whatever imports this first finds the modules of examples/ and tests/ too.
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -20,11 +19,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PretrainedConfig, PreTrainedTokenizerFast
 
+from mergekit_slta import files
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results")
-_HEAD = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-VERSIONS = {package: version(package) for package in ("mergekit-slta", "mergekit", "torch", "transformers", "peft")}
-VERSIONS["commit"] = _HEAD.stdout.strip()
+VERSIONS = files.versions() | {"peft": version("peft"), "commit": files.commit()}
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048

@@ -191,8 +191,7 @@ def write_base_prompts(base: Path, path: Path) -> None:
         return
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), load_tokenizer(base)
     # Without the subjects of the test; some are asked twice, in two forms.
-    subjects = [(number, SUBJECTS[number % CALIBRATED]) for number in range(len(SUBJECTS))]
-    prompts = [FORMS[number % len(FORMS)].format(subject) for number, subject in subjects]
+    prompts = [FORMS[n % len(FORMS)].format(SUBJECTS[n % CALIBRATED]) for n in range(len(SUBJECTS))]
     records: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
         for prompt, answer in zip(prompts, answers(model, tokenizer, prompts), strict=True)
