@@ -14,6 +14,7 @@ from mergekit_slta.engine.streams import Tasks, fitting_batch, make_batches, wai
 from mergekit_slta.layers.attention import FEW_QUERIES, SCORES
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, routed_tensors
+from mergekit_slta.models.headers import config_entry
 
 NUMBER = torch.float32.itemsize
 # Python and its libraries, once they have merged a tiny model, and the buffers of products of large matrices (80 MB).
@@ -72,7 +73,7 @@ def children(decoder: Decoder) -> int:
 def heads_with_scores(decoder: Decoder, attention: str = "eager") -> int:
     """The heads whose scores of pairs of tokens are in memory, all or a few; 0 where the attention is another one."""
     config = decoder.model.config.get_text_config()
-    return (getattr(config, "num_attention_heads", None) or 0) * (config._attn_implementation == attention)
+    return (config_entry(config, "num_attention_heads") or 0) * (config._attn_implementation == attention)
 
 
 def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:

@@ -69,7 +69,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for module in run.inputs:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(built.get_submodule(module))
-        if why := SHARED if module in shared else _unsolvable(maps, child, built, run):
+        if why := SHARED if module in shared else _unsolvable(maps, every, child, built, run):
             unsolved |= {m.name: why for m in maps}
             continue
         for linear_map in maps:
@@ -104,15 +104,19 @@ def in_words(unsolved: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(maps)} ({why})" for why, maps in names.items())
 
 
-def _unsolvable(maps: Sequence[LinearMap], child: str, layer: torch.nn.Module, run: LayerRun) -> str:
+def _unsolvable(
+    maps: Sequence[LinearMap], every: Sequence[LinearMap], child: str, layer: torch.nn.Module, run: LayerRun
+) -> str:
     """Why the maps of a module, which the layer calls, cannot be solved; empty if they can."""
     module = maps[0].module
     inputs = run.inputs[module]
     state, parent = layer.state_dict(), module.rpartition(".")[0]
     rows, columns = maps[0].matrix(state).shape
-    mixture_experts = {len(stack) for name, stack in expert_stacks(layer).items() if name.partition(".")[0] == child}
-    if maps[0].mixture_expert is None and rows in mixture_experts:  # one row for each expert of a mixture beside it
-        beside = (m for m in linear_maps(layer) if m.mixture_expert is None and m.module.rpartition(".")[0] == parent)
+    alone = [m.module.partition(".")[0] for m in every].count(child) == 1
+    stacks = expert_stacks(layer).items()  # in the map's child of the layer, or anywhere if it is alone there
+    mixture_experts = {len(stack) for name, stack in stacks if name.partition(".")[0] == child or alone}
+    if maps[0].mixture_expert is None and rows in mixture_experts:  # one row for each expert of a mixture
+        beside = (m for m in every if m.mixture_expert is None and m.module.rpartition(".")[0] == parent)
         if not any(m.matrix(state).shape[1] == rows for m in beside):  # which takes a shared expert's rows
             return "that choose a mixture's routed experts"
     if run.repeated & {child, module}:

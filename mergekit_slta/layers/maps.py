@@ -41,7 +41,8 @@ def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Rol
     """The role of a module's own parameter or buffer.
 
     The normalizations, embeddings and fused experts [experts, ...] of transformers share no base class but parts of
-    their names. In other modules a matrix named ``weight`` is a linear map; others, such as Mamba's ``A_log``, are not.
+    their names. In other modules a matrix named ``weight`` is a linear map; of others, such as Mamba's ``A_log`` or the
+    projector of Gemma 3's images [in, out], nothing tells which side is which.
     """
     kind = type(module).__name__
     if isinstance(module, torch.nn.Embedding) or "Embedding" in kind:
@@ -50,7 +51,7 @@ def tensor_role(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> Rol
         return Role.NORM
     if isinstance(module, _ConvNd) and tensor.ndim > 2:
         return Role.CONVOLUTION
-    if tensor.ndim == 2 and name.endswith("weight"):
+    if tensor.ndim == 2 and name in ("weight", "in_proj_weight"):  # the latter is torch's own attention's
         return Role.TRANSPOSED if isinstance(module, Conv1D) else Role.LINEAR
     if tensor.ndim == 3 and "Expert" in kind:
         return Role.TRANSPOSED if has_transposed_experts(module) else Role.LINEAR
@@ -189,11 +190,12 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
     """The input of fused experts' down projection: their own gate applied to the first projection's output."""
-    if not hasattr(module, "has_gate"):  # a module without transformers' interface for such experts
+    if not hasattr(module, "has_gate") and not hasattr(module, "_apply_gate"):  # without transformers' interface
         gate, up = projected.chunk(2, dim=-1)
         gated: torch.Tensor = module.act_fn(gate) * up
         return gated
-    hidden: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
+    gate_of = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
+    hidden: torch.Tensor = gate_of(projected)
     return hidden
 
 

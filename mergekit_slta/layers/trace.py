@@ -52,6 +52,7 @@ from mergekit_slta.layers.decoder import (
 )
 from mergekit_slta.layers.maps import Heads, linear_maps, takes_some_tokens
 from mergekit_slta.models.checkpoint import Tensors
+from mergekit_slta.models.headers import config_entry
 from mergekit_slta.models.layout import meta_model
 
 LOG = logging.getLogger(__name__)
@@ -69,11 +70,14 @@ INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
 def trace(
-    config: transformers.PretrainedConfig, trust_remote_code: bool = False, device: torch.device | str = "cpu"
+    config: transformers.PretrainedConfig,
+    trust_remote_code: bool = False,
+    device: torch.device | str = "cpu",
+    built: transformers.PreTrainedModel | None = None,  # the model on the meta device, if it is there
 ) -> Decoder:
-    """Find out how a model calls its decoder layers, and what these return."""
+    """Find out how a model calls its decoder layers, and what these return; an SltaError if it is no decoder."""
     refuse_unless_decoder(config)
-    return on_device(trace_model(meta_model(config, trust_remote_code)), device)
+    return on_device(trace_model(built or meta_model(config, trust_remote_code)), device)
 
 
 def trace_model(model: transformers.PreTrainedModel) -> Decoder:
@@ -193,16 +197,21 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     token_ids = torch.tensor([[first, second], [first, other], [second, other]])
     of_kind: dict[int, Any] = {}
     state: dict[tuple[Any, ...], torch.Tensor] = {}
+    readers: list[int] = []  # the layers whose output depends on what earlier ones have put into a dictionary
 
     def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
         if (kind := decoder.first_of_kind[layer]) not in of_kind:
             tensors = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
             run_once = decoder.run(layer, tensors, hidden, call.with_state(state))
             of_kind[kind] = run_once.returned
+            if state and _differs_from(run_once, decoder, layer, tensors, hidden, call):
+                readers.append(layer)
             state.update(run_once.state)
         return of_kind[kind]
 
     hidden, _, handed = capture_calls(decoder, token_ids, made_up_edges(decoder), run)
+    if not readers:  # as of most Gemma 4 models
+        state.clear()
     state.update({(argument,): of_kind[0][position] for argument, position in handed.items()})
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
         raise SltaError(
@@ -221,6 +230,15 @@ def _try_layers(decoder: Decoder) -> LayerForm:
         state={path: tensor[:1] for path, tensor in state.items()},
         causal=all(bool((one - two).abs().max() <= CAUSAL_TOLERANCE * one.abs().max()) for one, two in pairs),
     )
+
+
+def _differs_from(run_once: LayerRun, decoder: Decoder, *given: Any) -> bool:
+    """Whether a layer that is given nothing of earlier layers fails, or returns something else than in another run."""
+    try:
+        alone = decoder.run(*given)
+    except ModelCodeError:
+        return True
+    return not torch.equal(hidden_of(alone.returned), hidden_of(run_once.returned))
 
 
 def tail_problem(decoder: Decoder) -> str | None:
@@ -515,7 +533,7 @@ def _heads_of(decoder: Decoder, layer: int, mixers: Nodes) -> Heads | str:
     mixed = any(bool(gradient.flatten(0, -2)[:-1].any()) for gradient in seen if gradient is not None)
     if not mixed and not decoder.form.state:
         return INSEPARABLE
-    count = getattr(decoder.model.config.get_text_config(), "num_attention_heads", None)
+    count = config_entry(decoder.model.config.get_text_config(), "num_attention_heads")
     if count is None:
         return INSEPARABLE
     if features.shape[-1] % count:

@@ -61,6 +61,13 @@ class TensorHeader:
 Headers = Mapping[str, TensorHeader]
 
 
+def config_entry(config: transformers.PretrainedConfig, name: str) -> Any:
+    """An entry of a configuration; None without it, or where it differs from layer to layer, as in Gemma 4."""
+    with contextlib.suppress(RuntimeError):  # by which transformers refuses the latter
+        return getattr(config, name, None)
+    return None
+
+
 def exempt_types(tensors: Headers) -> dict[str, str]:
     """The types of those tensors of a base model that a recipe's type is not for: they stay as they are.
 

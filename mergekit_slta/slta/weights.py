@@ -172,7 +172,7 @@ class TensorWeights:
         around = [None] if not split.branches else [split.branches[branch] for branch in self._branches(layer, key)]
         mean = torch.stack([self._mean(layer, children) for children in around]).mean(0)
         maps = [m for m in self._maps[layer] if key in (m.weight, m.bias)]
-        maps = maps or [m for m in self._maps[layer] if key.startswith(f"{m.module}.")]  # such as a router's balance
+        maps = maps or [m for m in self._maps[layer] if m.mixture_expert is None and key.startswith(f"{m.module}.")]
         if not maps:
             return mean
         solutions = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]

@@ -132,6 +132,10 @@ def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
     assert not padding_matters(decoder, (20, 20))
 
 
+def test_samples_are_padded_if_no_layer_reads_what_layers_store() -> None:
+    assert not padding_matters(families.skeleton("gemma4", num_kv_shared_layers=0), (3, 5, 8))
+
+
 _TINY: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _VISION = _TINY | {"image_size": 16, "patch_size": 8}
 

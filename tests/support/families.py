@@ -161,7 +161,7 @@ UNSPLIT: Table = {
         "Gemma4TextConfig",
         _HALF_SLIDE
         | {"sliding_window": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
-        | {"head_dim": 8, "global_head_dim": 8},
+        | {"head_dim": 8, "global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
     # Post-norm sums with factors, linear attention and a mixture.
     "minimax": (

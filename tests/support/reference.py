@@ -588,7 +588,7 @@ def head_rows(
     if owner in split.output and leaf == "weight":
         columns = heads.repeat_interleave(as_linear(layer.get_submodule(owner)).shape[1] // len(heads), dim=0)
         return columns[:, None] if isinstance(layer.get_submodule(owner), Conv1D) else columns
-    units = head_units(owner, split, len(heads), key_value_heads(config))
+    units = head_units(owner, split, len(heads), key_value_heads(config, layer))
     if units is None:
         return None
     means = torch.stack([heads[list(unit)].mean(0) for unit in units])
@@ -597,7 +597,9 @@ def head_rows(
     return rows if leaf == "bias" or isinstance(layer.get_submodule(owner), Conv1D) else rows[:, None]
 
 
-def key_value_heads(config: Any) -> int:
+def key_value_heads(config: Any, layer: Any) -> int:
+    if config.model_type == "gemma4_text":
+        config = config.per_layer_config[layer.layer_idx]
     if config.model_type == "falcon":
         return config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
