@@ -35,14 +35,14 @@ from mergekit_slta.data.records import (
     unread,
     with_system,
 )
-from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_template
+from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_template, read_records
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
 from mergekit_slta.layers.attention import use_few_queries
 from mergekit_slta.layers.decoder import without_kernels
 from mergekit_slta.models.checkpoint import Checkpoint
-from mergekit_slta.models.headers import Model, refuse_adapter_in
+from mergekit_slta.models.headers import Model, config_entry, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import as_size
@@ -108,7 +108,9 @@ def ask(
     experiment, (reference,) = opened(recipe, options), recipe.references
     opened_model, tokenizer = experiment.model(reference), experiment.tokenizer(reference)
     positions = getattr(opened_model.text_config, "max_position_embeddings", None)
-    source = CalibrationSource(os.fspath(prompts), "", lambda: tokenizer, lambda: tokenizer, WHOLE, 0)
+    general = [{"prompt": prompt} for prompt in general_prompts(topics)]
+    records: Sequence[Record] = read_records(os.fspath(prompts)) if prompts else general
+    source = CalibrationSource(os.fspath(prompts), records, "", tokenizer, lambda: tokenizer, WHOLE, 0)
     asked = _asked(source, topics, samples, (positions or WHOLE) - max_new_tokens)
     checkpoint, beside = Checkpoint(opened_model), path.with_name(f"{path.name}.partial")
     run = files.digest([checkpoint.fingerprint, [prompt.ids for prompt in asked], max_new_tokens])
@@ -168,9 +170,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     """The prompts that a model is asked, with at most ``longest`` tokens; what is skipped is counted and logged."""
     if topics and source.source:
         raise SltaError("PROMPTS replaces the package's prompts, from which topics choose: give only one of the two.")
-    general = [{"prompt": prompt} for prompt in general_prompts(topics)]
-    records: Sequence[Record] = source.records if source.source else general
-    numbers = range(len(records))
+    records, numbers = source.records, range(len(source.records))
     asked, unfit, ignored = list[_Prompt](), list[str](), set[str]()
     for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:
         where, tools = f"row {number + 1}", records[number].get("tools")
@@ -220,8 +220,8 @@ def answer_bytes(model: Model, prompt: int, answered: int, rows: int) -> int:
     headers = model.tensors.values()
     stored, count = sum(header.nbytes for header in headers), sum(header.shape.numel() for header in headers)
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
-    width, layers, heads = (getattr(model.text_config, name, None) or 1 for name in names)
-    keys = layers * width * (getattr(model.text_config, "num_key_value_heads", None) or heads) // heads
+    width, layers, heads = (config_entry(model.text_config, name) or 1 for name in names)
+    keys = layers * width * (config_entry(model.text_config, "num_key_value_heads") or heads) // heads
     widest = max(header.shape[-1] for header in headers if len(header.shape) > 1)
     numbers = rows * (2 * keys * answered + (6 * width + 3 * widest) * prompt)
     mask = (1 + MASK) * rows * prompt**2 * (rows > 1)  # of rows that differ in length, and a copy

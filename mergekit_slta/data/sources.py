@@ -20,7 +20,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, cast
@@ -83,24 +83,16 @@ class _Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationSource:
-    """A source to draw samples from; its records are read when they are first used, and kept."""
+    """A source to draw samples from."""
 
     source: str  # what the recipe gives as ``calibration``
+    records: Sequence[Record] = field(repr=False)  # of the source; see ``read_records``
     template: str  # a ``str.format`` string over a record's fields, or "" to choose the fields by their names
-    load_tokenizer: Callable[[], PreTrainedTokenizerBase]  # which tokenizes everything
+    tokenizer: PreTrainedTokenizerBase  # which tokenizes everything
     # Called only if that one lacks a chat template; may raise an SltaError.
     load_expert_tokenizer: Callable[[], PreTrainedTokenizerBase]
     max_tokens: int  # of a sample, from its beginning
     seed: int  # decides the order in which records are taken, ``random.Random(seed).sample(range(n), n)``
-
-    @cached_property
-    def records(self) -> Sequence[Record]:
-        """The records of the source; see ``read_records``."""
-        return read_records(self.source)
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.load_tokenizer()
 
     def draw(
         self, samples: int, used: Sequence[CalibrationData] = (), *, seed: int | None = None, quiet: bool = False

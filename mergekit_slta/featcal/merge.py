@@ -45,8 +45,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, TypeVar
+from itertools import pairwise, starmap
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -90,8 +90,6 @@ HEAD_ELEMENTS = 2**26
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
 LAYER_ERRORS = "error.features"  # in a layer's file beside its tensors: its relative errors by task [T]
-
-Owner = TypeVar("Owner")
 
 
 def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
@@ -146,7 +144,8 @@ class FeatureMerge(LayerMethod[Tensors]):
     partial: Partial  # in whose folder a mixture's solved matrices lie meanwhile
 
     def __post_init__(self) -> None:
-        self.owners = self.owners_of(self.models)
+        # Each task's own model, by its place among the models: the expert, or the base model if it has a task.
+        self.owners = [*range(1, len(self.models)), 0][: len(self.tasks)]
         # Of each token its sample's place among its task's, by their tokens: the order of a draw chooses no ridge.
         self.places: list[torch.Tensor] = []
         for samples in self.tasks:  # equal ones share a place, and with it a half
@@ -163,14 +162,9 @@ class FeatureMerge(LayerMethod[Tensors]):
         """One for each group of maps, and one for the output head."""
         return sum(len(maps.groups) for maps in self.maps) + (self.head is not None)
 
-    def owners_of(self, models: Sequence[Owner]) -> list[Owner]:
-        """Each task's own model, of the base model and the experts: the expert, or the base model if it has a task."""
-        base, *experts = models
-        return [*experts, base][: len(self.tasks)]
-
     def sources(self) -> list[Sequence[Source]]:
         """The streams of the merged model and of each task's own model."""
-        return [[self.anchor] * len(self.tasks), self.owners]
+        return [[self.anchor] * len(self.tasks), [self.models[owner] for owner in self.owners]]
 
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
@@ -180,7 +174,8 @@ class FeatureMerge(LayerMethod[Tensors]):
             if group.fused:
                 merging.solve_routed(group, report)
             else:
-                merging.solve(group.maps, functools.partial(merging.tokens_of, group, report), streams.tokens)
+                tokens = functools.partial(merging.tokens, group, report)
+                merging.solve(group.maps, lambda task: starmap(tokens, streams.batches_of(task)), streams.tokens)  # noqa: B023
         names = self.decoder.layer_tensors[layer]
         errors = merging.run_to_end()
         if merging.unsolved:
@@ -199,13 +194,13 @@ class FeatureMerge(LayerMethod[Tensors]):
         self, layer: int, tensors: Sequence[Tensors], stored: Tensors, streams: Streams, report: Progress
     ) -> None:
         """Run a layer on every stream, with the merged tensors of its file."""
-        base, owners, merged = tensors[0], self.owners_of(tensors), dict[str, torch.Tensor]()
+        base, merged = tensors[0], dict[str, torch.Tensor]()
         for key, name in self.decoder.layer_tensors[layer].items():
             routed, device = isinstance(base[key], ExpertStack), base[key].device  # routed: read expert by expert
             merged[key] = stack_of(stored[name], device) if routed else stored[name].to(device)
         for number, batch in enumerate(streams.batches):
             streams.run_layer(MERGED, number, merged)
-            streams.run_layer(OWNER, number, owners[batch.task])
+            streams.run_layer(OWNER, number, tensors[self.owners[batch.task]])
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
@@ -217,8 +212,9 @@ class FeatureMerge(LayerMethod[Tensors]):
         names, tail = [name for name in (head.weight, head.bias) if name], decoder.tail_tensors
         # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
         solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}
-        owned = [read_edges(decoder, owner, names) for owner in self.owners]
-        tails = [read_edges(decoder, self.anchor, tail), *(read_edges(decoder, owner, tail) for owner in self.owners)]
+        owners = [self.models[owner] for owner in self.owners]
+        owned = [read_edges(decoder, owner, names) for owner in owners]
+        tails = [read_edges(decoder, source, tail) for source in (self.anchor, *owners)]
         matrix, ridge = head.matrix(solved), self.ridge
         rows, columns = matrix.shape
         step, samples = max(1, HEAD_ELEMENTS // columns), sum(len(batch.rows) for batch in streams.batches)
@@ -267,7 +263,7 @@ class _Layer:
 
     def __init__(self, merge: FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
         self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
-        self.base, self.owners = tensors[0], merge.owners_of(tensors)
+        self.base, self.owners = tensors[0], [tensors[owner] for owner in merge.owners]
         anchor = merge.anchor.of(merge.decoder.layer_tensors[layer], tensors)
         # The matrices of a mixture's experts that are read when they are used: written one by one.
         stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
@@ -295,14 +291,8 @@ class _Layer:
         self.merge.ranks.sum(sums)
         return sums[0] / sums[1]
 
-    def tokens_of(self, group: MapGroup, report: Progress, task: int) -> Iterator[Tokens]:
-        """The tokens of a task at maps of one input: both models' layers run, batch by batch."""
-        for number, batch in self.streams.batches_of(task):
-            yield self._tokens(group, number, batch)  # nothing of it waits beside the next batch
-            report(len(batch.rows))
-
-    def _tokens(self, group: MapGroup, number: int, batch: Batch) -> Tokens:
-        """The tokens of a batch.
+    def tokens(self, group: MapGroup, report: Progress, number: int, batch: Batch) -> Tokens:
+        """The tokens of a batch at maps of one input, for which both models' layers run.
 
         The targets are what the task's own maps return for their own inputs, without biases, and with half of the drift
         where a map can correct it.
@@ -324,6 +314,7 @@ class _Layer:
                     output = output + DRIFT * factors * batch.unpadded(drift)
             offset = linear_map.offset(self.owners[batch.task])
             outputs.append(output if offset is None else output - offset)
+        report(len(batch.rows))
         return batch.unpadded(merged.inputs[group.module][0]), torch.cat(outputs, 1), places, token_weights
 
     def _drift(self, writer: Writer, merged: Mapping[str, Any], owner: Mapping[str, Any]) -> torch.Tensor | None:
@@ -462,9 +453,10 @@ def _at_places_of(merged: RoutedInputs, owner: RoutedInputs) -> torch.Tensor:
 # A recipe's feature merge, and its tensors
 
 
-def solve_model(experiment: Experiment, settings: FeatcalSettings, partial: Partial) -> SolvedModel:
+def solve_model(experiment: Experiment, partial: Partial) -> SolvedModel:
     """Solve a recipe's feature merge into a folder that this process holds; go on after the layers that lie there."""
     decoder, ranks = on_device(experiment.decoder, experiment.device), experiment.ranks
+    settings = experiment.recipe.settings_of(FeatcalSettings)
     data = experiment.load_data(experiment.recipe.tasks)
     weights, head = token_weights(data), head_to_solve(experiment)
     identity = experiment.identity(
@@ -507,23 +499,19 @@ def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
 
 def head_to_solve(experiment: Experiment) -> LinearMap | None:
     """The output head, by the model's names; None if it is tied, or if it cannot be solved, which is said."""
-    head = experiment.decoder.head
+    recipe, head, made = experiment.recipe, experiment.decoder.head, experiment.recipe.config.tokenizer
     if head is None:
         return None
     why = "the logits need more than the last layer's output" if tail_problem(experiment.decoder) else ""
-    if experiment.recipe.tokenizer_source is not None and _changes_rows(experiment):
+    if recipe.tokenizer_source is not None and (
+        recipe.tokenizer_source != "base"
+        or (made and (made.tokens or made.pad_to_multiple_of))
+        or len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
+    ):
         why = "mergekit reorders its rows for the recipe's 'tokenizer'"
     if why:
         LOG.warning("The output head stays the experts' mean, because %s.", why)
     return None if why else head
-
-
-def _changes_rows(experiment: Experiment) -> bool:
-    """Whether mergekit changes the rows of the models' embeddings."""
-    recipe, made = experiment.recipe, experiment.recipe.config.tokenizer
-    if recipe.tokenizer_source != "base" or (made and (made.tokens or made.pad_to_multiple_of)):
-        return True
-    return len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
 
 
 class SolvedModel:

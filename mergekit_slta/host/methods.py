@@ -161,7 +161,7 @@ class FeatcalMerge(Merge):
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Solve the merged model's tensors into the folder of finished layers."""
         settings = experiment.recipe.settings_of(FeatcalSettings)
-        solved = solve_model(experiment, settings, partial)
+        solved = solve_model(experiment, partial)
         errors = solved.errors()
         drawn = ((task.reference, experiment.draw(task).token_ids) for task in experiment.recipe.tasks)
         tasks = [(experiment.recipe.names[model], len(rows)) for model, rows in drawn]

@@ -37,6 +37,7 @@ from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
+from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.headers import CODE, folder_with, local_folder, weight_map
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.recipe.settings import model_inputs
@@ -130,7 +131,10 @@ def get_architecture_info(
     and a mixture's experts in some layers. It takes no names where a model is an adapter.
     """
     method = METHODS.get(config.merge_method)
-    return method.experiment.architecture if method and method.experiment else stock(config, options)
+    if method is None or method.experiment is None:
+        return stock(config, options)
+    base, layout = method.experiment.base, method.experiment.layout
+    return architecture_of(layout, base.model.tensors, base.config)
 
 
 @replaces(build, "get_vocab_size", "model_path", "trust_remote_code")

@@ -13,27 +13,25 @@ from typing import Any, TypedDict
 
 import click
 import torch
-from mergekit.architecture import ModelArchitecture
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from mergekit.tokenizer.build import TokenizerInfo, build_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, source_key
+from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, read_records, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
 from mergekit_slta.files import commit, digest, versions
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import refuse_unless_decoder, tail_problem, trace_model
+from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import tokenizer_folder
-from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.models.headers import Model, folder_with, open_model
-from mergekit_slta.models.layout import Layout, meta_model
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.recipe.recipe import EQUAL_DATA, Recipe, RecipeOrFile, Task, loaded, plain
 from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.words import counted, enumerated
@@ -121,18 +119,12 @@ class Experiment:
     def decoder(self) -> Decoder:
         """The base model's decoder, without weights, traced on the CPU; an SltaError if it is no decoder-only model."""
         base = self.model(self.recipe.base)
-        refuse_unless_decoder(base.config)
-        return trace_model(base.built or meta_model(base.config, self.options.trust_remote_code))
+        return trace(base.config, self.options.trust_remote_code, built=base.built)
 
     @property
     def layout(self) -> Layout:
         """How the base model's checkpoint, its adapter merged, stores the model."""
         return self.base.model.layout(self.model(self.recipe.base).built)
-
-    @cached_property
-    def architecture(self) -> ModelArchitecture:
-        """The architecture by which mergekit merges all tensors of the base model's checkpoint."""
-        return architecture_of(self.layout, self.base.model.tensors, self.base.config)
 
     def open(self) -> None:
         """Have mergekit download all models, and merge adapters; from now on changes of their files are noticed."""
@@ -222,6 +214,7 @@ class Experiment:
     @cached_property
     def samples_tokenizer(self) -> PreTrainedTokenizerBase:
         """The merged model's tokenizer if all models that run on the samples have its ids, else the base model's."""
+        self.model(self.recipe.base)  # which says what is wrong with the whole folder
         if (aligned := self.aligned) is None:
             return self.tokenizer(self.recipe.base)
         running = self.recipe.references if self.recipe.settings.runs_experts else [self.recipe.base]
@@ -293,8 +286,9 @@ class Experiment:
             settings = self.recipe.settings_of(CalibrationSettings)
             self.sources[task, name] = CalibrationSource(
                 source=name,
+                records=read_records(name),  # whose faults are known without a tokenizer
                 template=task.template,
-                load_tokenizer=lambda: self.samples_tokenizer,
+                tokenizer=self.samples_tokenizer,
                 load_expert_tokenizer=functools.partial(self.tokenizer, task.reference),
                 max_tokens=settings.max_tokens,
                 seed=settings.seed,

@@ -234,20 +234,13 @@ class LayerFeatures:
             reaching = (tokens.routes == linear_map.mixture_expert).any(-1)
             values, positions, width = tokens.values[reaching], tokens.tokens[reaching], max(lengths)
             if linear_map.name.endswith(".down_proj"):
-                values = self._fused_hidden(linear_map, values)
+                place = linear_map.module, linear_map.mixture_expert
+                first, _ = (m for m in self.maps if (m.module, m.mixture_expert) == place)
+                module = self.decoder.layers[self.layer].get_submodule(linear_map.module)  # for its own gate
+                values = fused_hidden(module, first.function(self.tensors[0])(values))
         rows = max(1, width // max(lengths))  # a token may have several hidden states
         for row, length in enumerate(lengths):
             yield values[(positions >= row * width) & (positions < row * width + min(length * rows, width))]
-
-    def _fused_hidden(self, down: LinearMap, inputs: torch.Tensor) -> torch.Tensor:
-        """The base model's inputs to a fused expert's down projection, by the module's own gate."""
-        module = self.decoder.layers[self.layer].get_submodule(down.module)
-        first = next(
-            m
-            for m in self.maps
-            if m.module == down.module and m.mixture_expert == down.mixture_expert and m is not down
-        )
-        return fused_hidden(module, first.function(self.tensors[0])(inputs))
 
 
 def logit_grams(

@@ -18,7 +18,7 @@ from published import published_featcal, regmean_plus_plus
 from quickstart import GRID, STATISTICS, average, merge, recipes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergekit_slta.data.sources import CalibrationSource
+from mergekit_slta.data.sources import CalibrationSource, read_records
 
 SAMPLES = (3, 10, 30, 100)
 
@@ -67,12 +67,10 @@ def score(folder: Path, name: str, recipe: dict[str, Any], seed: int) -> float:
 def published_methods(models: Family, folder: Path, count: int) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(models.base)
     tasks = [
-        CalibrationSource(
-            str(models.calibration[task]), "", lambda: tokenizer, lambda: tokenizer, max_tokens=512, seed=0
-        )
+        CalibrationSource(source, read_records(source), "", tokenizer, lambda: tokenizer, max_tokens=512, seed=0)
         .draw(count)
         .token_ids
-        for task in models.experts
+        for source in (str(models.calibration[task]) for task in models.experts)
     ]
     base, *experts = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

@@ -24,7 +24,6 @@ from mergekit_slta.featcal import merge
 from mergekit_slta.featcal.merge import SolvedModel, solve_model, token_weights
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.output.publish import publish
-from mergekit_slta.recipe.settings import FeatcalSettings
 from mergekit_slta.reports.page import Page
 
 Recipe = dict[str, Any]
@@ -34,7 +33,7 @@ def solve(content: Recipe, folder: Path, **arguments: Any) -> SolvedModel:
     """Solve a recipe as a merge does before its first tensor."""
     experiment, partial = families.experiment(content, **arguments), Partial(folder)
     with partial.held(experiment.ranks):
-        return solve_model(experiment, experiment.recipe.settings_of(FeatcalSettings), partial)
+        return solve_model(experiment, partial)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -23,7 +23,6 @@ from support.families import Family
 from support.hub import serve
 from support.merging import State, same_tensors, stored
 
-from mergekit_slta.data import sources
 from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError
 from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
@@ -31,6 +30,7 @@ from mergekit_slta.host import run
 from mergekit_slta.host.merge import MergeOptions, merge
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
 from mergekit_slta.output.verify import verify
+from mergekit_slta.recipe import experiment
 from mergekit_slta.recipe.recipe import Recipe
 
 ENTRIES = [name + index for name in WEIGHT_FILES for index in ("", ".index.json")]  # that programs look for
@@ -239,6 +239,6 @@ def test_its_options_are_mergekits() -> None:
 def test_each_file_of_prompts_is_read_once_by_the_check_and_the_merge_together(
     method: str, family: Family, tmp_path: Path
 ) -> None:
-    with mock.patch.object(sources, "read_records", wraps=sources.read_records) as read:
+    with mock.patch.object(experiment, "read_records", wraps=experiment.read_records) as read:
         merge(Recipe(families.recipe(family, method, samples=2)), tmp_path / "out", quiet=True)
     assert sorted(call.args[0] for call in read.call_args_list) == sorted(map(str, family.data))

@@ -14,7 +14,7 @@ from support import families
 from tokenizers import decoders, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mergekit_slta.data.sources import CalibrationData, CalibrationSource
+from mergekit_slta.data.sources import CalibrationData, CalibrationSource, read_records
 from mergekit_slta.errors import SltaError
 
 BOS, EOS = 0, 1
@@ -54,7 +54,7 @@ def no_tokenizer() -> PreTrainedTokenizerBase:
 
 def source_of(source: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> CalibrationSource:
     defaults: dict[str, Any] = {"template": "", "load_expert_tokenizer": no_tokenizer, "max_tokens": 100, "seed": 0}
-    return CalibrationSource(source, load_tokenizer=lambda: tokenizer, **defaults | settings)
+    return CalibrationSource(source, records=read_records(source), tokenizer=tokenizer, **defaults | settings)
 
 
 def load(source: str, tokenizer: PreTrainedTokenizerBase, samples: int = 4, **settings: Any) -> CalibrationData:
