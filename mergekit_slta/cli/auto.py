@@ -15,7 +15,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 import click
@@ -25,7 +24,7 @@ from mergekit_slta import __version__, files
 from mergekit_slta.checks.examine import examine, none_to_evaluate
 from mergekit_slta.checks.space import asking, needs
 from mergekit_slta.errors import MachineError, SltaError, as_note, one_line, refuse
-from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, Z, interval, own_model
+from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, interval, lead, own_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
 from mergekit_slta.recipe.recipe import Recipe
@@ -272,7 +271,7 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     ahead, error = lead(every, MERGE, rival) if rival else (1.0, 0.0)
     better = ahead > error
     best = MERGE if better else rival
-    lines = [*comparison.lacking]
+    lines = [*comparison.lacking, *comparison.doubts]
     for name in dict.fromkeys((MERGE, best)):
         lines += [_sentence(title, task, name) for title, task in tasks.items()]
     if BASE not in [*tasks, *comparison.unscored]:
@@ -305,15 +304,6 @@ def _sentence(title: str, task: TaskComparison, merge: str) -> str:
     others = ", ".join(f"{model} {as_score(task.mean(model))}" for model in dict.fromkeys((own_model(title), BASE)))
     known = f"({f'{low} to {high}; ' * counts}{others})"
     return f"{merge} gives {as_score(share)} of the {of} of {'the ' * (title == BASE)}{title} {known}."
-
-
-def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[float, float]:
-    """How many more points one model has than another, the mean over tasks, and half of the 95 % interval."""
-    pairs = [[a - b for a, b in zip(task.points[first], task.points[second], strict=True)] for task in tasks]
-    # With the largest difference once more in each direction, or few prompts would seem to decide (Bonett and Price).
-    wider = [[*pair, most, -most] for pair in pairs for most in [max(map(abs, pair))]]
-    error = sum(variance(pair) / len(pair) for pair in wider) ** 0.5 / len(pairs)
-    return fmean(map(fmean, wider)), Z * error
 
 
 def _no_better(task: TaskComparison, model: str) -> bool:

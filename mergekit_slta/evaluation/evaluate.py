@@ -7,10 +7,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any, Unpack
 
 import click
@@ -19,7 +19,7 @@ from mergekit.io.tasks import LoaderCache
 from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
-from mergekit_slta.data.sources import CalibrationData, source_key, source_name
+from mergekit_slta.data.sources import CalibrationData, is_dataset, source_key, source_name
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
@@ -186,6 +186,22 @@ class Comparison(Paragraphs):
             yield f"No accuracy on {BASE}: it gives no answer of at most {SHORT_ANSWER} tokens exactly."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
             yield f"The expert is hardly or no better than the base model, so it has no gain, on: {', '.join(idle)}."
+        yield from self.doubts
+
+    @property
+    def doubts(self) -> Iterator[str]:
+        """Sentences on prompts that do not seem to be those of their models."""
+        experts = {name: task for name, task in self.tasks.items() if name != BASE}
+        for name, task in experts.items():
+            if not task.points:
+                continue
+            best = max(experts, key=lambda other: task.mean(own_model(other)))
+            ahead, error = lead([task], own_model(best), own_model(name))
+            if ahead > error:
+                yield (
+                    f"The expert {best} answers the prompts of {name} better than {name} does: does each model have "
+                    "the prompts of its own task?"
+                )
         highest = {name: task.scores[own_model(name)].accuracy_high for name, task in experts.items()}
         if weak := [name for name, share in highest.items() if share is not None and share < 0.5]:
             yield (
@@ -226,7 +242,8 @@ def evaluate(
         SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
     """
     samples = whole_number("samples", samples)
-    experiment = opened(recipe if isinstance(recipe, Experiment) else data_of(loaded(recipe)), options)
+    given = recipe.recipe if isinstance(recipe, Experiment) else loaded(recipe)
+    experiment = opened(recipe if isinstance(recipe, Experiment) else data_of(given), options)
     outs = [merged] if isinstance(merged, (str, os.PathLike)) else merged
     folders = list(dict.fromkeys(Path(out).expanduser().resolve() for out in outs))
     if not folders:
@@ -238,7 +255,7 @@ def evaluate(
     experiment.load_data(experiment.recipe.tasks)  # refuses the same data twice, and tells what the merge has seen
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
-    recipes = _calibrated(experiment, folders)
+    recipes = _calibrated(experiment, given, folders)
     held_out = {title: experiment.held_out(task, samples, recipes) for title, task in tasks.items()}
     groups = {title: group for title, data in held_out.items() if (group := _samples_of(data))}
     experiment.sources.clear()
@@ -247,7 +264,7 @@ def evaluate(
     names = [BASE, *map(own_model, titles)]
     taken = {*names, *experiment.recipe.names.values()}
     merges = [folder.name for folder in folders]
-    if len({*merges, *taken}) < len(merges) + len(taken):
+    if len({*merges, *taken}) < len(merges) + len(taken) or any(name.startswith(own_model("")) for name in merges):
         merges = [str(folder) for folder in folders]
     results = [Checkpoint(experiment.model(ModelReference(model=ModelPath(path=str(folder))))) for folder in folders]
     models = dict(zip([*names, *merges], [*experiment.checkpoints, *results], strict=True))
@@ -285,7 +302,7 @@ def _add_scores(folder: Path, name: str, comparison: Comparison) -> None:
         files.write(file, as_json(json.loads(file.read_bytes()) | {"scores": scores}).encode())
 
 
-def _calibrated(experiment: Experiment, folders: Iterable[Path]) -> list[Recipe]:
+def _calibrated(experiment: Experiment, given: Recipe, folders: Sequence[Path]) -> list[Recipe]:
     """The recipes of the merges that used prompts, which may be others than the given recipe's.
 
     An SltaError where they would not be drawn again, because a source of held-out prompts has changed since the merge.
@@ -297,32 +314,47 @@ def _calibrated(experiment: Experiment, folders: Iterable[Path]) -> list[Recipe]
             recipe = Recipe.load(folder / RECIPE_OF_MERGE)
             if recipe.settings.runs_models and recipe.tasks:
                 recipes.append(recipe)
+                if len(folders) == 1 and _differ(recipe, given):
+                    LOG.warning("%s was merged with other settings than those of the given recipe.", folder)
                 changed += [
                     f"The prompts {source!r} have changed since {folder} was merged, so that some of them may have "
                     "calibrated it: merge again, or name other test data with `evaluation`."
-                    for source in _changed_sources(recipe, folder, experiment)
-                    if source_key(source) in held_out
+                    for source in _changed_sources(recipe, folder, experiment, held_out)
                 ]
     LoaderCache().setup(experiment.options)  # which each ``Experiment`` sets
     refuse(changed)
     return recipes
 
 
-def _changed_sources(recipe: Recipe, folder: Path, experiment: Experiment) -> Iterator[str]:
-    """The calibration sources from which a merge's recipe draws other prompts now, by the manifest in its folder."""
+def _differ(merged: Recipe, given: Recipe) -> bool:
+    """Whether two recipes of one method have other settings, or their models other numbers of prompts or weights."""
+    if merged.config.merge_method != given.config.merge_method:
+        return False
+    settings, other = (recipe.settings.model_dump(exclude={"report", "statistics"}) for recipe in (merged, given))
+    tasks, others = (sorted((task.samples, task.weight) for task in recipe.tasks) for recipe in (merged, given))
+    return (settings, tasks) != (other, others)
+
+
+def _changed_sources(
+    recipe: Recipe, folder: Path, experiment: Experiment, held_out: Collection[tuple[str, ...]]
+) -> Iterator[str]:
+    """Sources of held-out prompts from which a merge's recipe draws others now, by the manifest in its folder."""
     of_merge = Experiment(recipe, **experiment.options.model_dump())
     known = {data.sha256 for data in experiment.drawn.values()}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         tasks = json.loads((folder / MANIFEST_OF_MERGE).read_bytes())["tasks"]
         drawn = {task["model"]: task["sha256"] for task in tasks if task["sha256"] not in known}
         for task in recipe.tasks:
+            shared = source_key(task.calibration) in held_out
+            if not task.calibration or (is_dataset(task.calibration) and not shared):  # somebody else's may be large
+                continue
             if (before := drawn.get(recipe.names[task.reference])) is not None:
                 try:
                     now = of_merge.source(task, task.calibration).draw(task.samples, quiet=True)
                 except SltaError:
                     LOG.warning("%s cannot be read: held-out prompts may have calibrated %s.", task.calibration, folder)
                     continue
-                if now.sha256 != before:
+                if shared and now.sha256 != before:
                     yield task.calibration
 
 
@@ -393,6 +425,15 @@ def interval(share: float, number: int) -> tuple[float, float]:
     middle, scale = share + Z * Z / (2 * number), 1 + Z * Z / number
     half = Z * math.sqrt(share * (1 - share) / number + (Z / (2 * number)) ** 2)
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)  # but for rounding within 0 and 1
+
+
+def lead(tasks: Sequence[TaskComparison], first: str, second: str) -> tuple[float, float]:
+    """How many more points one model has than another, the mean over tasks, and half of the 95 % interval."""
+    pairs = [[a - b for a, b in zip(task.points[first], task.points[second], strict=True)] for task in tasks]
+    # With the largest difference once more in each direction, or few prompts would seem to decide (Bonett and Price).
+    wider = [[*pair, most, -most] for pair in pairs for most in [max(map(abs, pair))]]
+    error = sum(variance(pair) / len(pair) for pair in wider) ** 0.5 / len(pairs)
+    return fmean(map(fmean, wider)), Z * error
 
 
 def _with_interval(score: TaskScore) -> str:

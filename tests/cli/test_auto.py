@@ -16,7 +16,7 @@ from support.rounding import IN_FLOAT64
 
 from mergekit_slta.cli import auto
 from mergekit_slta.errors import SltaError
-from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore
+from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, Z, lead
 from mergekit_slta.words import as_score
 
 
@@ -236,10 +236,13 @@ def test_models_without_prompts_answer_those_of_the_package() -> None:
     assert [*auto.Plan("org/base", ["org/math"], Path("out")).merges] == ["featcal", "task_arithmetic-0.5"]
 
 
+SCORE = TaskScore(1.0, 0.9, 1.0, 0, 0, 1.0, 1.0, 1.0, 0.0)
+
+
 def compared(points: dict[str, list[float]]) -> TaskComparison:
     """A task with these points of the models, all of short answers."""
     number = len(points["base model"])
-    return TaskComparison("model", number, number, number, 0, number, {}, points)
+    return TaskComparison("model", number, number, number, 0, number, dict.fromkeys(points, SCORE), points)
 
 
 def judged(
@@ -275,22 +278,28 @@ def test_the_next_step_follows_from_the_numbers() -> None:
 
 
 def test_a_merge_that_goes_on_after_its_answers_is_named() -> None:
-    score = TaskScore(1.0, 0.9, 1.0, 0, 0, 1.0, 1.0, 1.0, 0.0)
-    tasks = {name: compared({"expert " + name: [1.0], "base model": [0.0], "featcal": [1.0]}) for name in "ab"}
+    points = {"expert a": [1.0], "expert b": [1.0], "base model": [0.0], "featcal": [1.0]}
+    tasks = {name: compared(points) for name in "ab"}
     for name, task in tasks.items():
-        task.scores.update({"expert " + name: score, "featcal": replace(score, ended=0.8 if name == "b" else 0.95)})
+        task.scores["featcal"] = replace(SCORE, ended=0.8 if name == "b" else 0.95)
     tasks = {name: replace(task, ended_answers=20) for name, task in tasks.items()}
     lines = auto.verdict(Comparison(tasks), auto.Plan("base", ["a", "b"], Path("out"), ("a.jsonl", "b.jsonl"))).lines
     assert "On b, featcal stops less often after its answers than the task's own model does." in lines
 
 
+def test_prompts_that_another_expert_answers_better_are_doubted() -> None:
+    points = {"expert a": [0.0] * 40, "expert b": [1.0] * 40, "base model": [0.0] * 40}
+    (said,) = Comparison({"a": compared(points), "b": compared(points)}).doubts
+    assert said.startswith("The expert b answers the prompts of a better than a does: does each model have the prompts")
+
+
 def test_a_lead_is_of_paired_prompts() -> None:
     """Ten prompts of forty that only one model answers, and for the interval one more that each alone answers."""
     task = compared({"featcal": [1.0] * 30 + [0.0] * 10, "base model": [1.0] * 20 + [0.0] * 20})
-    ahead, error = auto.lead([task], "featcal", "base model")
+    ahead, error = lead([task], "featcal", "base model")
     assert ahead == pytest.approx(10 / 42, abs=IN_FLOAT64)
-    assert error == pytest.approx(auto.Z * ((12 - 100 / 42) / 41 / 42) ** 0.5, abs=IN_FLOAT64)
-    assert auto.lead([task, task], "featcal", "base model")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)
+    assert error == pytest.approx(Z * ((12 - 100 / 42) / 41 / 42) ** 0.5, abs=IN_FLOAT64)
+    assert lead([task, task], "featcal", "base model")[1] == pytest.approx(error / 2**0.5, abs=IN_FLOAT64)
     three = [compared({"featcal": [ahead], "base model": [0.0]}) for ahead in (0.1, 0.2, 0.3)]
-    ahead, error = auto.lead(three, "featcal", "base model")
+    ahead, error = lead(three, "featcal", "base model")
     assert 0 < ahead < error  # three prompts prove nothing

@@ -380,11 +380,13 @@ def test_prompts_that_have_changed_since_a_merge_are_not_held_out(
         evaluate(Recipe(content), out, quiet=True)
     content["models"][0]["parameters"]["evaluation"] = str(test_data)
     assert len(evaluate(Recipe(content), out, quiet=True).tasks) == len(paired.experts)
+    assert (other := "was merged with other settings than those of the given recipe.") not in caplog.text
     lines = data.rename(tmp_path / "moved.jsonl").read_text().splitlines()
     (tmp_path / "moved.jsonl").write_text("\n".join(lines[::-1]))
-    content["models"][0]["parameters"]["calibration"] = str(tmp_path / "moved.jsonl")
+    content["models"][0]["parameters"] |= {"calibration": str(tmp_path / "moved.jsonl"), "samples": SAMPLES + 1}
     evaluate(Recipe(content), out, quiet=True)
     assert f"{data} cannot be read: held-out prompts may have calibrated {out}." in caplog.messages
+    assert f"{out} {other}" in caplog.messages
 
 
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:
