@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,11 @@ def is_private(path: str) -> bool:
 def published_path(path: str) -> str:
     """A path for published files: only the last part of a private one."""
     return os.path.basename(os.path.normpath(path)) if is_private(path) else path
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a name has the form of a model's on the Hub, and is no folder here."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not os.path.exists(name)
 
 
 def local_name(name: str) -> str:

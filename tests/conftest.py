@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def isolation() -> None:
+def isolation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of an earlier test: no models in the loader, no silenced log, no random numbers drawn."""
     import torch
     import transformers
@@ -60,6 +60,7 @@ def isolation() -> None:
     transformers.logging.disable_progress_bar()
     LoaderCache.loaders.clear()
     torch.manual_seed(0)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # or checks would note that it is not used
     logging.getLogger("mergekit_slta").setLevel(logging.NOTSET)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import huggingface_hub
+import torch
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from transformers import PreTrainedTokenizerBase
 
@@ -225,7 +226,7 @@ def _require_samples(experiment: Experiment, task: Task, downloading: bool) -> N
         template_fields(task.template)
     if is_dataset(task.calibration) and not downloading and _on_hub(task.calibration):
         return
-    _ = experiment.source(task, task.calibration).records  # known without the base model's tokenizer
+    experiment.source(task, task.calibration)  # whose faults are known without the base model
     experiment.draw(task)
 
 
@@ -277,6 +278,9 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "
             "weighted sum there: take 'merge_method: featcal', with a few prompts for each."
         )
+    has_prompts = any(task.calibration for task in recipe.tasks)
+    if has_prompts and experiment.device == "cpu" and torch.accelerator.is_available():
+        yield "This machine has a GPU, which this run does not use: add --cuda, or on a Mac --device mps."
     if not merging:
         return
     if len(recipe.experts) == 1 and not recipe.keep and isinstance(settings, SltaSettings):

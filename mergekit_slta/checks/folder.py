@@ -9,14 +9,14 @@ from pathlib import Path
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from mergekit_slta.errors import reading, refuse
-from mergekit_slta.models.headers import CHAT_TEMPLATES
+from mergekit_slta.models.headers import CHAT_TEMPLATES, PROCESSOR
 
 SHARED = ".huggingface-shared-blobs"  # huggingface_hub's mark
 
 
 def beside_weights(folder: Path) -> list[Path]:
-    """All that lies in a model's folder, with the templates in a folder of their own."""
-    return [*folder.iterdir(), *folder.glob(CHAT_TEMPLATES[-1])]
+    """All that lies in a model's folder, with what a merge copies from folders in it."""
+    return [*folder.iterdir(), *(path for name in (*CHAT_TEMPLATES, *PROCESSOR) for path in folder.glob(name))]
 
 
 def refuse_links(folder: Path, paths: Iterable[Path]) -> None:

@@ -16,6 +16,7 @@ import transformers
 from huggingface_hub import ModelCard
 from mergekit.common import ModelPath, ModelReference
 
+from mergekit_slta import files
 from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.checks.tokenizers import json_file
 from mergekit_slta.engine.partial import require_finished
@@ -28,6 +29,7 @@ from mergekit_slta.models.headers import (
     Model,
     adapter_folder,
     adapter_weights,
+    config_entry,
     file_headers,
     folder_with,
 )
@@ -97,7 +99,7 @@ def same_family(experiment: Experiment, reference: ModelReference) -> None:
     base, expert = experiment.model(experiment.recipe.base), experiment.model(reference)
     if experiment.recipe.settings.runs_models or not experiment.options.allow_crimes:
         _same_architecture(base, expert)
-    sizes = [(name, *(getattr(model.text_config, name, None) for model in (expert, base))) for name in SAME_SIZES]
+    sizes = [(name, *(config_entry(model.text_config, name) for model in (expert, base))) for name in SAME_SIZES]
     # A configuration may leave a default size out.
     if differing := [f"{name} {n} instead of {m}" for name, n, m in sizes if n != m and None not in (n, m)]:
         raise SltaError(
@@ -195,16 +197,18 @@ def _merged_tensors(model: Model, layout: Layout) -> Collection[str]:
 
 
 def other_base(base: Model, model: Model, cache_dir: str | None) -> Iterator[str]:
-    """An expert that was trained on another model, as its adapter's configuration says, or its card on the Hub."""
+    """An expert that was trained on another model, as its adapter's configuration says, or its card."""
     adapter, trained_on = model.reference.lora, list[str]()
     if adapter is not None:
         file = adapter_folder(adapter, cache_dir) / ADAPTER_CONFIG
         base, trained_on = model, [str(json_file(file).get("base_model_name_or_path") or "")]
-    elif not any(os.path.exists(own.reference.model.path) for own in (base, model)):
+    elif not os.path.exists(base.reference.model.path):
         with contextlib.suppress(Exception):  # a card may be anything
             card = ModelCard.load(folder_with(("README.md",), model.reference.model, cache_dir) / "README.md")
             named = card.data.base_model or []
-            trained_on = [named] if isinstance(named, str) else named
+            named = [named] if isinstance(named, str) else named
+            on_hub = not os.path.exists(model.reference.model.path)  # in a folder's card it may be a path
+            trained_on = [name for name in named if on_hub or files.is_hub_name(name)]
     names = [os.path.basename(os.path.normpath(name)) for name in (base.reference.model.path, *trained_on) if name]
     if names[0] not in (names[1:] or names):
         yield (
@@ -245,6 +249,7 @@ def other_computation(
     ours, theirs = (computation(part.to_dict()) for part in parts)
     tables = {name.partition(".")[0] for name in ours} & {name.partition(".")[0] for name in theirs}
     names = [name for name in ours.keys() | theirs.keys() if name.partition(".")[0] in tables]
+    names = [name for name in names if not name.endswith("rope_parameters.type")]  # an older word for its rope_type
     return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
 

@@ -44,6 +44,7 @@ class Needs:
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
     memory: int = 0  # of the machine, or of the GPU where one computes; 0 where only the disk is asked for
     of_run: int = 0  # the same without what it takes to merge an adapter, which no GPU does
+    of_machine: int = 0  # the memory that it has; 0 where a GPU computes, and where the system does not tell
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -56,6 +57,7 @@ class Needs:
                 f"Download: {f'{as_size(total)} ({models})' if total else 'nothing, all models are here'}",
                 f"Disk: {as_size(sum(parts.values()))} ({disk})",
                 f"Memory: about {as_size(self.memory)}"
+                + f" (this machine has only {as_size(self.of_machine)})" * (0 < self.of_machine < self.memory)
                 + f" to merge an adapter, which no GPU does; then {as_size(self.of_run)}" * (self.memory > self.of_run),
             ]
         )
@@ -67,7 +69,9 @@ def needs(experiment: Experiment) -> Needs:
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
     adapted = _adapted(experiment) if disk.adapters else 0  # a whole model is in memory while an adapter is merged
     of_run = LIBRARIES + max(running, _merging(experiment))
-    return replace(disk, memory=max(LIBRARIES + adapted, of_run), of_run=of_run)
+    tells = hasattr(os, "sysconf") and experiment.device in ("cpu", "mps")
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if tells else 0
+    return replace(disk, memory=max(LIBRARIES + adapted, of_run), of_run=of_run, of_machine=of_machine)
 
 
 def asking(experiment: Experiment, model: ModelReference) -> int:

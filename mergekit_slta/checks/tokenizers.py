@@ -113,12 +113,18 @@ def endless(experiment: Experiment) -> Iterator[str]:
 
 def other_templates(experiment: Experiment) -> Iterator[str]:
     """Experts whose own chat templates would write their conversations otherwise, where the recipe chooses none."""
-    recipe, others = experiment.recipe, list[str]()
+    recipe, others, alone = experiment.recipe, list[str](), list[str]()
     chats = [task for (task, _), drawn in experiment.drawn.items() if drawn.has_chats]
     for task in chats if recipe.tokenizer_source is None else ():
         with suppress(*hub.HUB_ERRORS, SltaError):  # some folders lack a tokenizer
             ours, theirs = (probe(experiment.tokenizer(model)) for model in (recipe.base, task.reference))
-            others += [str(task)] * (ours != "" and theirs not in ("", ours))
+            if theirs not in ("", ours):
+                (others if ours else alone).append(str(task if ours else task.reference.lora or task.reference.model))
+    if alone and not recipe.config.chat_template:
+        yield (
+            f"The merge has no chat template, because {recipe.base} has none: add to the recipe 'tokenizer: {{source: "
+            f"{alone[0]}}}', or a 'chat_template' whose control tokens the tokenizer of the base model has."
+        )
     if others:
         yield (
             f"The chat template of {recipe.base} writes the chats of {listed(others)}, not their own, which "
@@ -130,7 +136,7 @@ def other_templates(experiment: Experiment) -> Iterator[str]:
 def stop_ids(folder: Path) -> list[int]:
     """The ids of the tokens at which a model stops to generate."""
     generation, config = json_file(folder / GENERATION), json_file(folder / "config.json")
-    entries = [part.get("eos_token_id") for part in (generation, config, config.get("text_config", {}))]
+    entries = [part.get("eos_token_id") for part in (generation, config, config.get("text_config") or {})]
     eos: Any = next((value for value in entries if value is not None), [])
     return eos if isinstance(eos, list) else [eos]
 

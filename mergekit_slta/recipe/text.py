@@ -212,5 +212,5 @@ def _keys(content: Mapping[str, Any], settings: type[MethodSettings]) -> Iterato
             if key in parameters:
                 whose = "the recipe's" if parameters[key].scope == ParameterScope.SHARED else "the model's"
                 yield f"'{key}' in {where} has no effect: put it under {whose} 'parameters'."
-            elif near := suggestion(key, model.model_fields, 0.75):
+            elif near := suggestion(key, model.model_fields, 0.75) or suggestion(key, parameters, 0.75):
                 yield f"Unknown key '{key}' in {where}{near}"

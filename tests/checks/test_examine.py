@@ -1,10 +1,12 @@
 """A recipe examined as a whole: all that is wrong at once, data and statistics, and the same through mergekit-yaml."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import MakeFamily
 from support import families
 from support.adapters import edit, write_adapter
@@ -28,27 +30,39 @@ def test_first_the_text_then_everything_else(family: Family, tmp_path: Path) -> 
         assert sum(words in problem for problem in problems(recipe)) == 1
     assert len(problems(recipe)) == 3
     recipe["base_model"] = "org/none"
-    assert [problem.split(" ")[0] for problem in problems(recipe)[:1]] == ["org/none"]
+    assert [problem.split(" ")[0] for problem in problems(recipe) if "org/none" in problem] == ["org/none"]
     assert any("none.jsonl" in problem for problem in problems(recipe))
     recipe["parameters"] |= {"sampels": 3, "ridge": -1}
     assert [problem.split("'")[1] for problem in problems(recipe)] == ["sampels", "ridge", "calibration"]
 
 
-@pytest.mark.parametrize("is_adapter", [True, False])
-def test_an_expert_that_was_trained_on_another_model_is_named(is_adapter: bool, family: Family, tmp_path: Path) -> None:
-    """By an adapter's configuration, or by a model's card on the Hub."""
+@pytest.mark.parametrize("kind", ["adapter", "on the Hub", "in a folder"])
+def test_an_expert_that_was_trained_on_another_model_is_named(kind: str, family: Family, tmp_path: Path) -> None:
+    """By an adapter's configuration, or by a model's card."""
     repositories, adapter = tmp_path / "hub" / "org", write_adapter(family.base, tmp_path / "adapter", "q_proj")
     edit(adapter, base_model_name_or_path="org/other")
     for folder, name in ((family.base, "model"), (family.experts[0], "tuned")):
         shutil.copytree(folder, repositories / name)
     (repositories / "tuned" / "README.md").write_text("---\nbase_model: org/other\n---\n")
-    expert = f"org/model+{adapter}" if is_adapter else "org/tuned"
+    expert = {"adapter": f"org/model+{adapter}", "on the Hub": "org/tuned"}.get(kind, str(repositories / "tuned"))
     recipe = {"merge_method": "sftm", "base_model": "org/model", "models": [{"model": expert}]}
     with serve(tmp_path / "hub", tmp_path / "cache"):
         found = look(recipe, options={"lora_merge_cache": str(tmp_path / "cache")})
-    named = adapter if is_adapter else expert
+    named = adapter if kind == "adapter" else expert
     said = f"{named} was trained on org/other, not on org/model: a merge makes sense only if one is a copy"
     assert sum(note.startswith(said) for note in found.notes) == 1
+
+
+def test_a_gpu_that_is_not_used_and_memory_that_is_not_there_are_named(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = Recipe(families.recipe(family))
+    assert not [words for words in ("has a GPU", "machine has only") if words in str(check(recipe))]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(os, "sysconf", lambda _: 1000)
+    said = str(check(recipe))
+    assert "This machine has a GPU, which this run does not use: add --cuda" in said
+    assert " (this machine has only 1 MB)" in said
 
 
 def test_where_there_is_a_network_a_dataset_must_exist(family: Family, tmp_path: Path) -> None:

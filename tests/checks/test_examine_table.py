@@ -191,7 +191,7 @@ def another_tokenizer_linked(case: Case) -> None:
 
 
 # What a model's folder may hold a link to, and a merge would copy from there
-LINKS = ("merges.txt", "own.tiktoken", "modeling_own.py", "additional_chat_templates/rag.jinja")
+LINKS = ("merges.txt", "modeling_own.py", "additional_chat_templates/rag.jinja", "1_Pooling/config.json")
 
 
 def own_code(named: Any, imports: str = "") -> Edit:

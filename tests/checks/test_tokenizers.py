@@ -157,8 +157,11 @@ def test_an_expert_whose_chats_another_template_writes_is_named(family: Family) 
     recipe = families.recipe(family)
     (note,) = [note for note in look(recipe).notes if "The chat template of" in note]
     assert note.startswith(f"The chat template of {family.base} writes the chats of {family.experts[0]}, not their own")
+    (family.base / "chat_template.jinja").unlink()
+    (note,) = [note for note in look(recipe).notes if "has no chat template" in note]
+    assert f"because {family.base} has none: add to the recipe 'tokenizer: {{source: {family.experts[0]}}}'" in note
     recipe["tokenizer"] = {"source": str(family.experts[0])}
-    assert not [note for note in look(recipe).notes if "The chat template of" in note]
+    assert not [note for note in look(recipe).notes if "chat template" in note]
 
 
 def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:

@@ -120,6 +120,7 @@ FAULTS = [
         content(models=[under_expert()["models"][0] | {"template": "{q}"}]),
         "'template' in the entry of org/math has no effect: put it under the model's 'parameters'.",
     ),
+    (content(sample=3), "Unknown key 'sample' in the recipe, did you mean 'samples'?"),
     (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
     (content(tokenizer={"sources": "base"}), "Unknown key 'sources' in 'tokenizer', did you mean 'source'?"),
     (content(dtype="fp32"), "'dtype: fp32' is not a data type for a merge: write bfloat16,"),
