@@ -23,7 +23,7 @@ from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.loop import exact_products, progress_bar
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks, joined
-from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, refuse, suggestion
+from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, printable, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.host.methods import ActmatMerge, FeatcalMerge, Merge, Method, SftmMerge, SltaMerge
 from mergekit_slta.models.architecture import ONE_AT_A_TIME, adapt_loaders
@@ -106,7 +106,7 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             earlier = manifest.read(folder) if ranks.first and not experiment.quiet else None
             had = manifest.differences(earlier, manifest.describe(experiment)) if earlier else []
             if had:
-                click.echo(f"Note: {folder} holds another merge, which had {listed(had)}; it is replaced.", err=True)
+                click.echo(as_note(f"{folder} holds another merge, which had {listed(had)}; it is replaced."), err=True)
         if ranks.first and (aside := set_aside(experiment, folder)):
             LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
         merge.prepare(experiment, partial)
@@ -117,7 +117,7 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
         alike = "the same as" if now.sha256 == earlier.sha256 else "not the same as"
         rounded = f", made on {earlier.machine}, which rounds differently" * (earlier.machine not in ("", now.machine))
         line = f"A sample of the weights in {folder} is {alike} that of the earlier merge"
-        click.echo(f"{line}{rounded * (now.sha256 != earlier.sha256)}.", err=True)
+        click.echo(printable(f"{line}{rounded * (now.sha256 != earlier.sha256)}."), err=True)
     for line in afterword(experiment, merge, out) if ranks.first and not experiment.quiet else ():
         click.echo(line, err=True)
     refuse(unfinished)

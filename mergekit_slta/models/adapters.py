@@ -170,7 +170,10 @@ def _unmerged(config: Any, largest: int) -> str:
 
     ``largest`` is the size of its largest tensor along any axis.
     """
-    if (rank := max(getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values(), 0)) > largest:
+    ranks = [getattr(config, "r", 0), *(getattr(config, "rank_pattern", None) or {}).values()]
+    if any(isinstance(rank, list) for rank in ranks):
+        return "is an AdaLoRA with pruned ranks: merge it by peft (merge_and_unload), and name the saved model"
+    if (rank := max(ranks)) > largest:
         return f"has the rank {rank} in its {ADAPTER_CONFIG}, and smaller matrices: get undamaged copies of its files"
     if config.is_prompt_learning or config.peft_type.value in ("SHADOW", "XLORA"):  # these load models they name
         return f"is of the type {config.peft_type.value}, which cannot be merged into a model: train a LoRA"

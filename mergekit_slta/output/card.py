@@ -32,7 +32,6 @@ INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # no
 HEADING = "## How this model was made"
 SCORES = "## Scores on held-out prompts"
 SHOWN = 12  # characters of a commit
-_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> None:
@@ -58,7 +57,8 @@ def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -
         card = ModelCard(without_private_paths(written, recipe), ignore_metadata_errors=True)
     if method in SETTINGS:
         data: Any = card.data
-        data.base_model = [path.path for path in model_paths(recipe) if _is_on_hub(path.path)] or None
+        on_hub = [path.path for path in model_paths(recipe) if files.is_hub_name(path.path)]
+        data.base_model = on_hub or data.base_model or None  # a user's own, where all models are folders
         data.base_model_relation = "merge" if data.base_model else None
         tags = [*(data.tags or []), "mergekit", "merge", "mergekit-slta", method]
         data.tags = list(dict.fromkeys(tags))
@@ -182,9 +182,9 @@ def _texts(content: Any) -> Iterator[str]:
 def _private_parts(value: str) -> Iterator[str]:
     """The private paths in a value: a model, an adapter behind a plus sign, a file, a folder behind ``hf:``."""
     for part in value.removeprefix(DATASET_PREFIX).partition("?")[0].split("+"):
-        path = part.partition("@")[0]
-        if files.is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
-            yield path
+        for path in (part, part.partition("@")[0]):  # without a revision, which mergekit leaves out
+            if files.is_private(path) and "\n" not in path and len(os.path.normpath(path)) > 1:
+                yield path
 
 
 def model_paths(recipe: Recipe) -> list[ModelPath]:
@@ -193,15 +193,11 @@ def model_paths(recipe: Recipe) -> list[ModelPath]:
     return list(dict.fromkeys(filter(None, paths)))
 
 
-def _is_on_hub(path: str) -> bool:
-    return _HUB_NAME.fullmatch(path) is not None and not os.path.exists(path)
-
-
 def _linked(reference: ModelReference) -> str:
     linked = []
     for path in filter(None, (reference.model, reference.lora)):
         name = published_name(ModelReference(model=path))
-        linked.append(f"[{name}](https://huggingface.co/{path.path})" if _is_on_hub(path.path) else _code(name))
+        linked.append(f"[{name}](https://huggingface.co/{path.path})" if files.is_hub_name(path.path) else _code(name))
     return " + ".join(linked)
 
 

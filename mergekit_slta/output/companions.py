@@ -41,10 +41,12 @@ def finish_folder(experiment: Experiment, folder: Path) -> list[str]:
     (folder / GENERATION).unlink(missing_ok=True)  # of an earlier merge
     problems = [*_copies((*PROCESSOR, CODE), base, folder)]
     try:
-        config = json_file(folder / "config.json")
-        restore(json_file(_folder(("config.json",), base) / "config.json"), config)
-        if "tie_word_embeddings" in config:
-            config["tie_word_embeddings"] = experiment.model(recipe.base).config.tie_word_embeddings
+        config, of_base = json_file(folder / "config.json"), json_file(_folder(("config.json",), base) / "config.json")
+        restore(of_base, config)
+        if "vocab_size" in of_base and "text_config" not in of_base:  # older versions would read the newer table
+            config.pop("text_config", None)
+        if "tie_word_embeddings" in config and not experiment.model(recipe.base).config.tie_word_embeddings:
+            config["tie_word_embeddings"] = False
         _write(folder / "config.json", config)
         open_to_others(folder)
         # An adapter that brings the tokenizer has no settings of its own.
@@ -94,7 +96,7 @@ def restore(base: dict[str, Any], merged: dict[str, Any]) -> None:
     Other programs, and older versions of transformers, read ``rope_theta`` but not ``rope_parameters``, and "attention"
     among ``layer_types`` but not "full_attention". What a merge changes stays: the data type and the vocabulary's size.
     """
-    newer = {**merged.get("text_config", {}), **merged}
+    newer = {**(merged.get("text_config") or {}), **merged}
     for key, value in base.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             restore(value, merged[key])
@@ -130,7 +132,7 @@ def _name_tokens(tokenizer: Any, source: Path, folder: Path) -> None:
     eos = {"eos_token_id": stops if len(stops) > 1 else stops[0]}
     ids = {key: source_config[key] for key in TOKEN_IDS if key in source_config} | eos
     config, generation = json_file(folder / "config.json"), json_file(folder / GENERATION)
-    if "text_config" in config:
+    if config.get("text_config"):
         config["text_config"] |= {key: value for key, value in ids.items() if key in config["text_config"]}
     _write(folder / "config.json", config | ids)
     _write(folder / GENERATION, ids | generation | eos)

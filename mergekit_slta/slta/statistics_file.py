@@ -126,11 +126,15 @@ def _problem(measured: Measured) -> str | None:
     """Why the content of a file cannot be a measurement, as a clause."""
     grams, task, tokens, info = measured
     experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
-    if not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1) or not info.levels:
+    if (
+        not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1)
+        or not info.levels
+        or not all(fallback.layers for fallback in info.fallbacks)
+    ):
         return "it does not describe all of its models and levels"
     if len({info.base_model, *info.models}) <= experts:
         return "it has one name for two models"
-    if task.dtype != torch.int64 or task.unique_consecutive().tolist() != list(range(tasks)):
+    if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(tasks)):
         return "'task' does not name every task in order"
     if (
         tokens.dtype != torch.int64

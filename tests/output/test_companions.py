@@ -200,6 +200,20 @@ def test_a_configuration_in_the_older_form_is_written_in_both(
     assert texts[0]["rope_parameters"] == texts[1]["rope_parameters"] == inner["rope_parameters"]
 
 
+@pytest.mark.parametrize("architecture", ["t5", "qwen2_5_vl"])
+def test_a_flat_configuration_and_an_untied_head_stay_as_they_are(
+    architecture: str, make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family = make_family(architecture, experts=1)
+    for folder in family.folders:
+        config = content(folder / "config.json")
+        flat = config.pop("text_config", {}) | config | {"tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(flat))
+    recipe = families.recipe(family, "sftm", calibration=False)
+    found = content(merged_by(recipe, tmp_path / "out") / "config.json")
+    assert "text_config" not in found and found["tie_word_embeddings"] is False
+
+
 def test_an_older_entry_follows_what_the_merge_changes() -> None:
     """A flat configuration of transformers 4 has in ``text_config`` what mergekit changes there.
 
