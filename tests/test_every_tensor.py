@@ -169,9 +169,7 @@ def test_what_mergekits_own_definitions_do_not_fit_is_merged(name: str, tmp_path
     assert not any(load(tmp_path / "out")[1].values())
 
 
-def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
-    family_of: Callable[[str], Family], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(family_of: Callable[[str], Family], tmp_path: Path) -> None:
     for name, count in (("qwen3_5", 3), ("deepseek_v3", 5)):
         family, file = family_of(name), tmp_path / f"{name}.safetensors"
         merged(family, "slta", tmp_path / name, level="layer", statistics=str(file))
@@ -181,9 +179,7 @@ def test_a_plain_recipe_says_what_mergekit_alone_leaves_out(
         lost = stored(family.base).keys() - stored(families.merge(content, tmp_path / f"{name}-plain")).keys()
         lost -= {key for key in lost if ".experts." in key and layer_of(key) != families.LAYERS + 1}
         assert len(prediction_head(family.config)) == count and prediction_head(family.config).keys() <= lost
-        said = "With this recipe, mergekit leaves "
-        assert said in caplog.text and said in " ".join((tmp_path / "plain.yml").read_text().split())
-        caplog.clear()
+        assert "heads for multi-token prediction" in (tmp_path / "plain.yml").read_text()
 
 
 def one_by_hand(folder: Path, edit: Callable[[State], object], config: Any = "llama") -> Family:

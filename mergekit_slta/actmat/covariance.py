@@ -21,17 +21,18 @@ An expert that did not touch the matrix does not constrain it (C_t = 0) and coun
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
+from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.maps import Role
 from mergekit_slta.numerics.symmetric import add_ridge, gram, times_inverse
 
 # With the method's ridge, float32 moves τ by 1e-5 of its norm. It moves what τ minimizes by 1e-9, 1e-7, 1e-5, 1e-3 and
 # 0.1 of itself with ridges of 1e-2, 1e-3, 1e-4, 1e-5 and 1e-6, whatever the matrices' shapes and ranks are.
 PRECISION = torch.float32
+UNTOUCHED = 1e-30  # the square of a change's norm below which it counts as none: its inverse could overflow
 
 
 def merged_vector(role: Role, vectors: Sequence[torch.Tensor], ridge: float, weights: Sequence[float]) -> torch.Tensor:
@@ -61,24 +62,25 @@ def merge_by_covariance(
     total, change = mean.new_zeros(inputs, inputs), torch.zeros_like(mean)
     reference: torch.Tensor | None = None
     for matrix, weight in zip(matrices, weights, strict=True):
-        if weight == 0 or not matrix.any():
+        exact = matrix.to(total.dtype)
+        size = float(exact.square().sum())
+        if weight == 0 or size < UNTOUCHED:
             continue
-        exact, scaled = matrix.to(total.dtype), _scaled(matrix)
-        share = weight / float(scaled.square().sum())
-        of_task = gram(scaled).mul_(share)
+        of_task = gram(exact).mul_(weight / size)
         total += of_task
         if reference is None:
             reference = exact
         elif 2 * rows < inputs:  # two products through [m, m] are less than one with C_t
-            change.addmm_((exact - reference) @ scaled.T, scaled, alpha=share)
+            change.addmm_((exact - reference) @ exact.T, exact, alpha=weight / size)
         else:
             change.addmm_(exact - reference, of_task)
-        del exact, scaled, of_task  # the next of_task would be beside this one
+        del exact, of_task  # the next of_task would be beside this one
     if len(matrices) == 1 or reference is None:
         return mean
     change.add_(mean - reference, alpha=add_ridge(total, ridge))
     solution = times_inverse(change, total)
-    assert solution is not None  # a Gram matrix of finite numbers, with the ridge of a recipe, is positive definite
+    if solution is None:  # otherwise a Gram matrix, with the ridge of a recipe, is positive definite
+        raise SltaError("A matrix of an expert differs from the base model's by numbers too large: check the expert.")
     return reference + solution
 
 
@@ -89,16 +91,9 @@ def matrix_bytes(rows: int, columns: int) -> int:
 
 def covariance(matrix: torch.Tensor) -> torch.Tensor:
     """C_t [n, n] of a task matrix [m, n] that counts once; zero where the expert did not touch it."""
-    scaled = _scaled(matrix)
-    size = scaled.square().sum()
-    return gram(scaled).mul_(torch.where(size > 0, 1 / size, 0.0))
-
-
-def _scaled(matrix: torch.Tensor) -> torch.Tensor:
-    """A task matrix, times a power of two where squares of its numbers would be too small or too large for the type."""
     exact = matrix.to(torch.promote_types(matrix.dtype, PRECISION))
-    exponent = max(-100, min(math.frexp(float(exact.abs().amax()))[1], 100))
-    return exact if abs(exponent) < 30 else exact * 2.0**-exponent
+    size = exact.square().sum()
+    return gram(exact).mul_(torch.where(size < UNTOUCHED, 0.0, 1 / size))
 
 
 def weighted_mean(vectors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

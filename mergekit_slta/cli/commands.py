@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from mergekit_slta.cli.options import (
     write_json,
 )
 from mergekit_slta.data.prompts import TOPICS, general_prompts
-from mergekit_slta.errors import SltaError, as_note, files_named, interruptible
+from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, printable
 from mergekit_slta.recipe.new import ADAPTER_OPTION, METHODS, new_recipe
 from mergekit_slta.tables import known_names
 
@@ -323,7 +324,7 @@ def solve(
         solution.save_recipe(recipe_file, models=stored, **options)
         adapted = any("+" in renamed.get(name, name) for name in (base, *solution.models))
         option = f"{ADAPTER_OPTION} --lora-merge-dtype float32" * adapted  # which mergekit alone has to be told
-        done = f"{recipe_file} written: run it with 'mergekit-yaml {recipe_file} OUT{option}'."
+        done = f"{recipe_file} written; next: mergekit-yaml {shlex.quote(str(recipe_file))} OUT{option}"
         click.echo(done, err=json_file == "-")
 
 
@@ -387,7 +388,7 @@ def linearity(
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.engine.ranks import joined
     from mergekit_slta.nonlinearity.studies import linearity as measured
-    from mergekit_slta.reports.linearity import verdict, write_linearity
+    from mergekit_slta.reports.linearity import write_linearity
 
     merge_options = applied(options)
     with joined(merge_options["device"]) as ranks, interruptible("starts over"):
@@ -397,7 +398,7 @@ def linearity(
         result = measured(experiment, levels, samples, pairs, triples)
     if ranks.first:
         path = write_linearity(result, folder)
-        click.echo(f"{verdict(result)}\n\n{result}\n\n{path} written")
+        click.echo(f"{result}\n\n{path} written")
 
 
 @main.command(short_help="Write a page on what a merge with slta retains of each expert.")
@@ -420,7 +421,7 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     torch.set_num_threads(1)  # fastest for many tiny matrices
     page = report_page(Statistics.load(stats, transformers_cache).solve(**_arguments_of_merge(stats)))
     path = page.write(folder, "report.html")
-    click.echo(f"{page.verdict[0]}\n\n{path} written")
+    click.echo(f"{printable(page.verdict[0])}\n\n{path} written")
 
 
 @main.command(cls=ModelCommand, short_help="Merge, as mergekit-yaml does.")

@@ -21,13 +21,12 @@ import transformers
 from mergekit.architecture import ModelArchitecture, ModuleDefinition, WeightInfo, arch_info_for_config
 from mergekit.architecture.auto import infer_vocabulary_axes
 from mergekit.architecture.base import ModuleArchitecture
-from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Headers, Model, exempt_types
-from mergekit_slta.models.layout import Layout, model_tensor_name
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.words import listed
 
 # mergekit keeps one loader of each model for the whole process: a merge holds this lock.
@@ -85,38 +84,6 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
         model_type=config.model_type,
         vocab_size_config_key=f"{place}vocab_size",
     )
-
-
-def left_out_by_mergekit(model: Model) -> list[str]:
-    """The stored tensors of a model that mergekit alone leaves out of what it writes.
-
-    It writes what its definition of the architecture lists. Where it has none, it takes the names of transformers'
-    model, of which it converts those that all layers have, and only by the conversions of the whole model's type.
-    """
-    layout, config = model.layout(model.built), model.config
-    definition = known_architecture(config)
-    if definition is not None:
-        weights = definition.all_weights(config)
-        written = {name for one in weights for name in (one.name, *(one.aliases or ()), *(one.tied_names or ()))}
-        targets = {name: (name, *piece.targets) for name, piece in layout.pieces.items()}  # some are written by these
-        stored = targets | {name: (name,) for name in layout.outside}
-        return [
-            name
-            for name, names in stored.items()
-            if not any(model_tensor_name(t, written, model.prefix) for t in names)
-        ]
-    in_layers: dict[str, list[str]] = {}  # the model's names that differ in the number of their layer alone
-    for name in layout.model.state_dict() if layout.model else ():
-        in_layers.setdefault(LAYER.sub(".*.", name, count=1), []).append(name)
-    converted = {piece.targets[0] for piece in layout.pieces.values() if piece.pattern is not None}
-    depth, names = max(map(len, in_layers.values()), default=0), set(model.tensors)
-    lost = set[str]()
-    for alike in in_layers.values():
-        if not converted.isdisjoint(alike) and (
-            len(alike) < depth or not can_convert_checkpoint_keys(config.model_type, names, alike[0])
-        ):
-            lost.update(alike)
-    return [*(name for name, piece in layout.pieces.items() if piece.targets[0] in lost), *layout.outside]
 
 
 def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 from mergekit_slta import files
 from mergekit_slta.figures import Matrix, Points, heat_map, point_chart
-from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity, pool_values
+from mergekit_slta.nonlinearity.result import METRIC, SCORE, Linearity
 from mergekit_slta.nonlinearity.studies import STEPS
 from mergekit_slta.reports.page import Chart, Page
 from mergekit_slta.tables import Table, as_json, short_names
-from mergekit_slta.words import as_score, counted, enumerated, plain_number
+from mergekit_slta.words import counted, enumerated, plain_number
 
 STEP_NAMES = [f"{step / STEPS:.1f}" for step in range(STEPS + 1)]
 POINTS = "Mean, and one standard deviation upwards and by the same factor downwards, over "
@@ -38,7 +38,7 @@ def linearity_page(result: Linearity) -> Page:
     score = f"As in Figures 1a and 2 and Table 17 of the paper. Lower is more linear. {POINTS}prompts and submodules."
     return Page(
         title=f"Linearity of {enumerated(experts)} in their weights",
-        verdict=[verdict(result), SCORES_MEANING],
+        verdict=[SCORES_MEANING],
         facts=_facts(result),
         charts=[
             _points(result, "non-linearity", SCORE, score, {METRIC: ""}, single),
@@ -46,27 +46,6 @@ def linearity_page(result: Linearity) -> Page:
             _distance_map(result),
         ],
     )
-
-
-def verdict(result: Linearity) -> str:
-    """How far each expert's effect is from being proportional to its weight, and the two whose effects add up least."""
-    level = "attn_mlp" if "attn_mlp" in result.levels else result.levels[-1]
-    names = dict(zip(result.experts, short_names(result.experts), strict=True))
-    scores = _means_by_name(result, METRIC, level, names)
-    clauses = [f"{as_score(mean)} for {names[expert]}" for expert, mean in scores.items()]
-    said = f"At level {level}, the non-linearity score is {enumerated(clauses)} (slta needs scores near 0)"
-    distances = _means_by_name(result, "projection_distance", level, _merges(result, 2))
-    if not distances:
-        return f"{said}."
-    worst = max(distances, key=distances.__getitem__)
-    pair = enumerated([names[expert] for expert in result.members[worst]])
-    return f"{said}. The projection distance is largest for {pair}, {as_score(distances[worst])}."
-
-
-def _means_by_name(result: Linearity, metric: str, level: str, names: Iterable[str]) -> dict[str, float]:
-    """A metric of experts or merges over all submodules of a level, where it is defined."""
-    means = {name: pool_values([*result.metrics[metric][level][name].values()]).mean for name in names}
-    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def _merges(result: Linearity, size: int) -> list[str]:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.figures import Line, Panel, line_chart
 from mergekit_slta.levels import kinds_of
 from mergekit_slta.reports.page import Chart, Page
@@ -44,10 +43,6 @@ def report(merge: Solution | Statistics, folder: str | os.PathLike[str]) -> Path
 
 def report_page(merge: Solution | Statistics) -> Page:
     """The report on a merge; statistics are solved at the default level."""
-    if not isinstance(merge, (Solution, Statistics)):
-        raise SltaError(
-            f"'merge' is of type {type(merge).__name__}: give Statistics, as Statistics.load(FILE) reads them."
-        )
     solution = merge if isinstance(merge, Solution) else merge.solve()
     charts, table, weights = [], None, _weights(solution)
     if solution.level == "model":

@@ -13,7 +13,6 @@ for every solution β of a singular system, and of all matrices that have the fe
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,19 +20,12 @@ import numpy as np
 import torch
 
 from mergekit_slta.layers.maps import Role
-from mergekit_slta.numerics.symmetric import frobenius
-
-LOG = logging.getLogger(__name__)
 
 # The iterations stop when A shrinks the residual to less than NULL_SPACE of its size: what is left then lies almost in
 # A's null space. There are as many ITERATIONS as a condition number of 1 / NULL_SPACE may need.
 NULL_SPACE = 1e-6
 TOLERANCE = 1e-9
 ITERATIONS = 10_000
-
-# M may be so many times as large as the largest task matrix without a warning. Where features of different experts
-# agree or are orthogonal, M is at most as large as the sum of the task matrices.
-GROWTH = 10
 
 Blocks = Mapping[tuple[int, int], torch.Tensor]
 
@@ -209,13 +201,4 @@ def merge_task_matrices(matrices: Sequence[torch.Tensor], rank: int = 0) -> torc
     total = features[0].values.new_zeros(matrices[0].shape)
     for feature, beta in zip(features, feature_coefficients(features), strict=True):
         total.addmm_(feature.left, (feature.right * beta).T)
-    merged = total.to(touched[0])
-    growth = float(frobenius(merged) / max(map(frobenius, touched)))
-    if growth > GROWTH:
-        LOG.warning(
-            "A merged task matrix of shape %s is %.0f times as large as the largest of its experts': their singular "
-            "features nearly coincide and contradict each other; the experts may be versions of one model",
-            tuple(merged.shape),
-            growth,
-        )
-    return merged
+    return total.to(touched[0])

@@ -7,9 +7,7 @@ outside the layers like those of layer 0, so filters must separate them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,20 +24,20 @@ from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import ENDINGS, trace
-from mergekit_slta.models.architecture import known_architecture, left_out_by_mergekit
-from mergekit_slta.models.headers import open_model
+from mergekit_slta.models.architecture import known_architecture
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.slta.solver import SubmoduleSolution
 from mergekit_slta.slta.statistics_file import Info
 from mergekit_slta.slta.weights import TensorWeights
-from mergekit_slta.words import listed
-
-LOG = logging.getLogger(__name__)
 
 # Ten digits: two orders of magnitude below float32's rounding, and still readable.
 DIGITS = 10
 WEIGHT_TOLERANCE = 1e-9
 SOLVE_OTHERWISE = "solve at another level, such as 'attn_mlp', or use 'merge_method: slta' with these statistics"
+LOST = (
+    "mergekit may leave out heads for multi-token prediction, and a mixture's experts where not all layers have them: "
+    "then use 'merge_method: slta' with these statistics."
+)
 MULTIMODAL = ENDINGS[-1]  # how the name of a class ends that may take more than text
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
@@ -95,23 +93,10 @@ def plain_recipe(
         **({"tokenizer_source": tokenizer_source} if tokenizer_source else {}),
     }
     _verify(content, planned)
-    lost = _left_out(base, trust_remote_code)
-    if lost:
-        LOG.warning("%s", lost)
     body = yaml.dump(content, Dumper=ConfigYamlDumper, sort_keys=False, width=120, allow_unicode=True)
     written = f"Written by mergekit-slta {__version__}. mergekit runs this recipe without that plugin and prompts."
     # A name from somebody else's statistics must not end the comment.
-    return "".join(f"# {' '.join(line.split())}\n" for line in (written, origin, lost) if line) + body
-
-
-def _left_out(path: str, trust_remote_code: bool) -> str:
-    """A sentence on the base model's tensors that the recipe loses; empty without any, or where they are not known."""
-    names = list[str]()
-    with contextlib.suppress(SltaError):
-        if _known(path):
-            names = left_out_by_mergekit(open_model(ModelReference.parse(path), trust_remote_code))
-    fix = "use 'merge_method: slta' with these statistics"
-    return f"With this recipe, mergekit leaves {listed(names)} of the base model out: {fix}." if names else ""
+    return "".join(f"# {' '.join(line.split())}\n" for line in (written, origin, LOST)) + body
 
 
 def planned_tensors(config: transformers.PretrainedConfig, weights: TensorWeights) -> list[PlannedTensor]:

@@ -448,7 +448,7 @@ class Solution(Paragraphs):
     ) -> Path:
         """Write a mergekit recipe that does the same merge without this plugin, without prompts and without statistics.
 
-        ``out_dtype`` is the type that the base model is stored in; a comment names what mergekit alone leaves out.
+        ``out_dtype`` is the type that the base model is stored in; a comment says what mergekit alone may leave out.
 
         Args:
             path: the YAML file to write.

@@ -210,7 +210,7 @@ def test_a_plain_recipe_of_an_adapter_comes_with_the_options_that_mergekit_alone
     file = tmp_path / "recipe.yml"
     paths = ["--model", f"base={llama.base}", "--model", f"expert0={llama.base}+org/adapter"]
     said = run("solve", stats, "--recipe", file, *paths, "--quiet").stdout
-    assert said.rstrip().endswith(" OUT --lora-merge-cache ./adapters --lora-merge-dtype float32'.")
+    assert said.rstrip().endswith(" OUT --lora-merge-cache ./adapters --lora-merge-dtype float32")
 
 
 def test_the_recipe_is_that_of_the_solution(stats: Path, llama: Family, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from support.families import Family
 from support.html_elements import Elements, assert_self_contained
 from support.rounding import SOLVED_IN_FLOAT64
 
-from mergekit_slta.errors import SltaError
 from mergekit_slta.reports.merge import DRAWS, SCALE, report, report_page
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import CalibrationInfo
@@ -140,8 +139,3 @@ def test_what_is_kept_is_the_share_of_the_squared_feature_change() -> None:
     for found, own in pairs:
         expected = reference.retained([deltas[name] for name in own], [alpha[name] for name in own])
         assert torch.allclose(found, expected, rtol=0, atol=SOLVED_IN_FLOAT64)
-
-
-def test_what_is_neither_a_solution_nor_statistics_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SltaError, match="'merge' is of type PosixPath: give Statistics"):
-        report(tmp_path, tmp_path)  # type: ignore[arg-type]

@@ -83,14 +83,6 @@ def test_equals_the_dense_reference_with_as_many_features_as_entries_and_more(m:
     assert error(merge_task_matrices(matrices), dense_merge(matrices), matrices) < rounding()
 
 
-def test_warns_when_features_that_nearly_coincide_contradict_each_other(caplog: pytest.LogCaptureFixture) -> None:
-    first = normal(60, 20)
-    merge_task_matrices([first, normal(60, 20)])
-    assert not caplog.messages
-    merge_task_matrices([first, -first + 1e-3 * normal(60, 20)])
-    assert "times as large" in caplog.text
-
-
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_single_matrix_comes_back_exactly(others: int) -> None:
     matrix = normal(20, 30).float()

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import MakeFamily
-from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration, evaluate_setting
 from safetensors.torch import load_file
 from support import families, synthetic
@@ -23,8 +21,6 @@ from support.rounding import rounding
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.models.architecture import left_out_by_mergekit
-from mergekit_slta.models.headers import open_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import plain_recipe
 from mergekit_slta.slta.measure import measure, statistics_of
@@ -222,14 +218,6 @@ def test_a_folder_is_written_as_a_path_that_is_no_hub_id(tmp_path: Path, monkeyp
     content = yaml.safe_load(solution.save_recipe("plain.yml", tokenizer_source="models/a").read_text())
     assert [entry["model"] for entry in content["models"]] == ["./models/a", "org/b"]
     assert content["tokenizer_source"] == "./models/a"
-
-
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
-def test_a_mixture_that_is_stored_expert_by_expert_loses_nothing(architecture: str, make_family: MakeFamily) -> None:
-    """mergekit writes its experts in one tensor."""
-    family = make_family(architecture)
-    assert any(".experts.0." in name for name in families.checkpoint(family.base).model.tensors)
-    assert left_out_by_mergekit(open_model(ModelReference(model=ModelPath(path=str(family.base))))) == []
 
 
 def test_a_name_writes_nothing_into_a_recipe(tmp_path: Path) -> None:
