@@ -105,7 +105,7 @@ def recipes(family: Family, out: Path, grid: tuple[float, ...]) -> dict[str, Rec
     }
 
 
-def merge(out: Path, label: str, recipe: Recipe, seed: int) -> Path:
+def merge(out: Path, label: str, recipe: Recipe, seed: int, *options: str) -> Path:
     """Write a recipe and run it by the command mergekit-yaml; returns the merged model's folder.
 
     In this process, because most of the time of so small a merge would be the start of another.
@@ -115,7 +115,8 @@ def merge(out: Path, label: str, recipe: Recipe, seed: int) -> Path:
     write_bytes(out / file, yaml.safe_dump(recipe, sort_keys=False).encode())
     shutil.rmtree(out / folder, ignore_errors=True)
     with contextlib.chdir(out):
-        run_yaml.main([str(file), str(folder), "--random-seed", str(seed), "--quiet"], standalone_mode=False)
+        arguments = [str(file), str(folder), "--random-seed", str(seed), "--quiet", *options]
+        run_yaml.main(arguments, standalone_mode=False)
     return out / folder
 
 

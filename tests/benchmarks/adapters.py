@@ -19,8 +19,9 @@ import torch
 from common import load, write_result
 from family import evaluate
 from mergekit.scripts import extract_lora
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model
 from quickstart import average
+from real_family import lora
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mergekit_slta as slta
@@ -42,8 +43,7 @@ def train(folder: Path, task: str, seed: int, out: Path) -> str:
     """Train an adapter on a task's prompts, whose beginning depends on the seed; its name in a recipe."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "family" / "base")
     torch.manual_seed(seed)
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "family" / "base"), config)
+    model: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "family" / "base"), lora())
     rows = map(json.loads, (folder / "family" / "calibration" / f"{task}.jsonl").read_text().splitlines())
     pairs = [(tokenizer(row["text"])["input_ids"], len(tokenizer(row["question"])["input_ids"])) for row in rows]
     longest = max(len(ids) for ids, _ in pairs)

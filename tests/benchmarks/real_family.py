@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import autocast
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from real_tasks import APART, TASKS, Pair, Split
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -33,6 +34,8 @@ STEPS = 150
 APART_STEPS = 60  # of experts whose tasks differ in form, which are easier
 BATCH = 32
 LEARNING_RATE = 1e-4
+ADAPTER_STEPS, ADAPTER_RATE = 100, 1e-3
+INITIALIZATIONS = ("one", "own")  # of a family's adapters: the same random numbers for all, or each its own
 TEXT_ROWS, TEXT_TOKENS = 8, 512  # of ordinary text
 TEXT_PIECE = 128  # tokens of a piece of it that calibrates
 TEXT_ROW = 48  # tokens of a piece of it that experts are trained on
@@ -67,7 +70,7 @@ GENERAL = 50  # answers to general prompts that are mixed with these
 
 @dataclass(frozen=True)
 class RealFamily:
-    """The folders of a base model and its experts, and each task's calibration file and test pairs."""
+    """The folders of a base model and its experts, models or adapters, each task's calibration file and test pairs."""
 
     base: Path
     experts: dict[str, Path]
@@ -126,8 +129,13 @@ PRETRAINED = {
 # Models
 
 
-def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "smollm2") -> RealFamily:
-    """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next."""
+def train_family(
+    folder: Path, seed: int, tasks: Sequence[str], model: str = "smollm2", adapters: str | None = None
+) -> RealFamily:
+    """Fine-tune an expert per task, unless it is in ``folder`` already; an interrupted run goes on with the next.
+
+    With one of ``INITIALIZATIONS``, adapters are trained instead of all parameters.
+    """
     base = write_base(folder.parent / "base", model)
     write_prompts(base, folder.parent)
     splits = {task: {**TASKS, **APART}[task](seed) for task in tasks}
@@ -138,7 +146,10 @@ def train_family(folder: Path, seed: int, tasks: Sequence[str], model: str = "sm
             records.write_text("".join(json.dumps({"messages": messages(*pair)}) + "\n" for pair in split.training))
             title = f"{task} ({number + 1} of {len(splits)})"
             steps = APART_STEPS if set(tasks) <= APART.keys() else PRETRAINED[model].steps.get(task, STEPS)
-            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model])
+            initial = None
+            if adapters:
+                initial, steps = seed + 100 * number * (adapters == "own"), ADAPTER_STEPS
+            _train_expert(base, folder / task, split, seed, steps, title, PRETRAINED[model], initial)
     return RealFamily(
         base,
         {task: folder / task for task in tasks},
@@ -268,6 +279,19 @@ def write_model(model: Any, tokenizer: Any, folder: Path) -> None:
     partial_folder.rename(folder)
 
 
+def lora() -> LoraConfig:
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+def body(model: Any) -> Any:
+    """The model inside an adapter's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def messages(prompt: str, answer: str) -> list[dict[str, str]]:
     """A pair as a conversation."""
     return [
@@ -298,15 +322,24 @@ def answer_logits(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> tu
 
 
 def _train_expert(
-    base: Path, folder: Path, split: Split, seed: int, steps: int, title: str, pretrained: Pretrained
+    base: Path,
+    folder: Path,
+    split: Split,
+    seed: int,
+    steps: int,
+    title: str,
+    pretrained: Pretrained,
+    initial: int | None,  # the seed of an adapter's initialization; None to train all parameters
 ) -> None:
     torch.manual_seed(seed)
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(base),
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(base)
     model.get_input_embeddings().requires_grad_(pretrained.trains_embeddings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    if initial is not None:
+        torch.manual_seed(initial)
+        model = get_peft_model(model, lora())
+    rate = LEARNING_RATE if initial is None else ADAPTER_RATE
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
@@ -316,7 +349,7 @@ def _train_expert(
     with tqdm(zip(answered, read, strict=True), total=steps, desc=f"Fine-tuning {title}") as bar:
         for answers_of_task, texts in bar:
             with autocast():
-                logits, tokens = answer_logits(model, answers_of_task + texts)
+                logits, tokens = answer_logits(body(model), answers_of_task + texts)
             loss = torch.nn.functional.cross_entropy(logits.float(), tokens)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -362,7 +395,8 @@ def evaluate(
     folder: Path, test: dict[str, list[Pair]], text: bool = True, instructions: bool = True
 ) -> dict[str, Evaluation]:
     """Score a model on every task's test pairs, and on ordinary text and instructions where wanted, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = AutoPeftModelForCausalLM if is_adapter(folder) else AutoModelForCausalLM
+    model = body(kind.from_pretrained(folder, dtype=torch.float32)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scores = {}
     for task, pairs in test.items():

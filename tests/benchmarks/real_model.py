@@ -12,7 +12,8 @@ over the tasks and for each task; the share of the experts' gain in exact matche
 what the merge forgets: the perplexity on ordinary English text (Python's own documentation), and the share of checkable
 instructions that are followed. ``--experts 2 --experts 3`` compares numbers of experts; ``--only`` selects methods by
 the beginning of their name. ``--apart`` merges experts whose tasks differ in form (``APART``), also by mergekit's
-other methods, each with several settings, and by ours with five draws of prompts.
+other methods, each with several settings, and by ours with five draws of prompts. ``--adapters`` trains LoRA adapters
+instead, of rank 16, for 100 steps.
 """
 
 import json
@@ -27,7 +28,7 @@ from typing import Any
 import click
 from common import CACHE, be_quiet, known_rows, write_result
 from quickstart import merge
-from real_family import PRETRAINED, Evaluation, RealFamily, evaluate, train_family
+from real_family import INITIALIZATIONS, PRETRAINED, Evaluation, RealFamily, evaluate, is_adapter, train_family
 from real_tasks import APART, TASKS
 from tqdm import tqdm
 
@@ -80,18 +81,30 @@ Table = dict[str, dict[str, float]]
 @click.option("--seed", "seeds", multiple=True, type=int, default=[0, 1], show_default=True)
 @click.option("--experts", "counts", multiple=True, type=click.IntRange(1, len(TASKS)), default=[3], show_default=True)
 @click.option("--apart", is_flag=True, help="Experts whose tasks differ in form.")
+@click.option(
+    "--adapters", type=click.Choice(INITIALIZATIONS), help="LoRA adapters, of one initialization or own ones."
+)
 @click.option("--only", multiple=True, help="Merges whose label begins so; all by default.")
 @click.option("--model", type=click.Choice([*PRETRAINED]), default="smollm2", show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=CACHE / "real_model")
 def main(
-    seeds: tuple[int, ...], counts: tuple[int, ...], apart: bool, only: tuple[str, ...], model: str, out: Path
+    seeds: tuple[int, ...],
+    counts: tuple[int, ...],
+    apart: bool,
+    adapters: str | None,
+    only: tuple[str, ...],
+    model: str,
+    out: Path,
 ) -> None:
     """Fine-tune the experts, merge them in every way, and compare the merges."""
+    if apart and adapters:
+        raise click.UsageError("--apart and --adapters: give one of them.")
     be_quiet()
     out /= model
-    known, folder = (APART, "apart") if apart else (TASKS, "seed")
+    known, folder = (APART, "apart") if apart else (TASKS, f"adapters-{adapters}" if adapters else "seed")
     for count in counts:
-        tables = [_scores(out / f"{folder}{seed}", model, seed, list(known)[:count], only) for seed in seeds]
+        tasks = list(known)[:count]
+        tables = [_scores(out / f"{folder}{seed}", model, seed, tasks, adapters, only) for seed in seeds]
         labels = list(dict.fromkeys(label for table in tables for label in table))
         name = f"real-{model}-{folder}-{count}"
         rows = known_rows(name)
@@ -105,9 +118,11 @@ def main(
         click.echo(text)
 
 
-def _scores(folder: Path, model: str, seed: int, tasks: Sequence[str], only: Sequence[str]) -> Table:
+def _scores(
+    folder: Path, model: str, seed: int, tasks: Sequence[str], adapters: str | None, only: Sequence[str]
+) -> Table:
     """The scores of the base model, the experts and every merge of one seed's family; what is known is kept."""
-    family = train_family(folder, seed, tasks, model)
+    family = train_family(folder, seed, tasks, model, adapters)
     results = folder / f"results-{len(tasks)}.json"
     known: dict[str, Any] = json.loads(results.read_text()) if results.exists() else {}
 
@@ -137,7 +152,7 @@ def _scores(folder: Path, model: str, seed: int, tasks: Sequence[str], only: Seq
 def _merge(
     folder: Path, label: str, recipe: Recipe, seed: int, family: RealFamily, general: tuple[bool, bool]
 ) -> dict[str, Evaluation]:
-    merged = merge(folder, label, recipe, seed)
+    merged = merge(folder, label, recipe, seed, "--lora-merge-cache", "./whole")
     scores = evaluate(merged, family.test, *general)
     shutil.rmtree(merged)
     return scores
@@ -157,7 +172,8 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         models: list[Recipe] = []
         for task, expert in family.experts.items():
             calibration = {"calibration": f"./{family.calibration[task].name}"} if data else {}
-            models.append({"model": f"./{expert.name}", "parameters": {**(weights or {}), **calibration}})
+            name = f"../base+./{expert.name}" if is_adapter(expert) else f"./{expert.name}"
+            models.append({"model": name, "parameters": {**(weights or {}), **calibration}})
         if keep:
             file, count, kappa = KEPT[keep]
             own = {"calibration": f"../{file}.jsonl", "weight": kappa, "samples": count}

@@ -4,9 +4,9 @@
 
 Trains the base model, or the mean of the three experts of ``real_model.py`` (seed 0), on 3 or 30 prompts of each task:
 all parameters or an adapter of rank 16, on the prompts' answers or on the experts' own probabilities for them. The rate
-is the better of two, for the mean and 30 prompts, and training ends at the best of the steps ``ENDS``: both by the loss
-on ``OTHER`` further prompts of each task, which a merge does not need. Written to results/training-MODEL.json: scores
-on held-out prompts, processor time, and memory. It proves nothing of larger models, more prompts, or other tasks.
+is the better of two, for 30 prompts, and training ends at the best of the steps ``ENDS``: both by the loss on ``OTHER``
+further prompts of each task, which a merge does not need. Written to results/training-MODEL.json: scores on held-out
+prompts, processor time, and memory. It proves nothing of larger models, more prompts, or other tasks.
 """
 
 import json
@@ -25,12 +25,12 @@ from typing import Any
 import click
 import torch
 from common import CACHE, autocast, be_quiet, known_rows, load, mean_state, write_result
-from peft import LoraConfig, get_peft_model
-from real_family import PRETRAINED, SYSTEM, answer_logits, evaluate, tokenize, train_family, write_model
+from peft import get_peft_model
+from real_family import PRETRAINED, SYSTEM, answer_logits, body, evaluate, lora, tokenize, train_family, write_model
 from real_tasks import TASKS
 from transformers import AutoTokenizer
 
-ROWS, OTHER, BATCH, ENDS = (30, 3), 30, 16, (10, 20, 40)
+ROWS, OTHER, BATCH, ENDS = (30, 3), 30, 16, (10, 20, 40, 80, 120)
 RATES = {"all parameters": (2e-5, 1e-4), "adapter": (2e-4, 1e-3)}
 
 
@@ -40,10 +40,10 @@ RATES = {"all parameters": (2e-5, 1e-4), "adapter": (2e-4, 1e-3)}
 def main(model: str, out: Path) -> None:
     """Train in every way, and write the scores after each; those of an earlier run stay."""
     rows = known_rows(f"training-{model}")
-    best: dict[tuple[str, str], Sequence[float]] = {}
-    for begin, part, target, count in product(("mean", "base"), RATES, ("answers", "probabilities"), ROWS):
+    best: dict[tuple[str, ...], Sequence[float]] = {}
+    for target, begin, part, count in product(("answers", "probabilities"), ("base", "mean"), RATES, ROWS):
         losses = {}
-        for rate in best.get((part, target), RATES[part]):
+        for rate in best.get((target, begin, part), RATES[part]):
             label = f"{begin}, {part}, {target}, {count} prompts, rate {rate:g}"
             if label not in rows:
                 # A process of its own, for its memory.
@@ -52,7 +52,7 @@ def main(model: str, out: Path) -> None:
                 write_result(f"training-{model}", rows)
                 click.echo(f"{label}: {rows[label]}")
             losses[rate] = rows[label]["loss on further prompts"]
-        best.setdefault((part, target), [min(losses, key=lambda rate: losses[rate])])
+        best.setdefault((target, begin, part), [min(losses, key=lambda rate: losses[rate])])
 
 
 def trained(model: str, out: Path, begin: str, part: str, target: str, count: int, rate: float) -> dict[str, float]:
@@ -67,8 +67,7 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
     if begin == "mean":
         student.load_state_dict(mean_state(experts))
     if part == "adapter":
-        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        student = get_peft_model(student, config)
+        student = get_peft_model(student, lora())
     else:
         student.get_input_embeddings().requires_grad_(PRETRAINED[model].trains_embeddings)
     data, other = [], []
@@ -84,7 +83,7 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
     best, kept, seconds = float("inf"), {}, 0.0
     for step, numbers in enumerate(_draws(len(data)), 1):
         with autocast():
-            logits, tokens = answer_logits(_body(student), [data[number][1] for number in numbers])
+            logits, tokens = answer_logits(body(student), [data[number][1] for number in numbers])
         targets = torch.cat([probabilities[number] for number in numbers]) if probabilities else tokens
         torch.nn.functional.cross_entropy(logits.float(), targets).backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -103,20 +102,16 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
     student.load_state_dict(kept, strict=False)
     target_folder = folder / "trained"
     write_model(student.merge_and_unload() if part == "adapter" else student, tokenizer, target_folder)
-    scores = evaluate(target_folder, family.test, instructions=False)
+    scores = evaluate(target_folder, family.test)
     shutil.rmtree(target_folder)
     return {
         "accuracy": round(mean(scores[task].exact for task in family.test), 3),
         "perplexity": round(scores["ordinary text"].loss, 2),
+        "instructions": scores["instructions"].exact,
         "loss on further prompts": round(best, 4),
         **ended,
         "memory": memory,
     }
-
-
-def _body(model: Any) -> Any:
-    """The model inside an adapter's."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _pair(record: dict[str, Any]) -> tuple[str, str]:
@@ -133,7 +128,7 @@ def _probabilities(expert: Any, row: tuple[list[int], list[int]]) -> torch.Tenso
 
 @torch.no_grad()
 def _loss(model: Any, rows: Sequence[tuple[list[int], list[int]]]) -> float:
-    logits, tokens = answer_logits(_body(model), rows)
+    logits, tokens = answer_logits(body(model), rows)
     return float(torch.nn.functional.cross_entropy(logits.float(), tokens))
 
 
