@@ -212,7 +212,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         names, tail = [name for name in (head.weight, head.bias) if name], decoder.tail_tensors
         # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
         solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}
-        owners = [self.models[owner] for owner in self.owners]
+        _, owners = self.sources()
         owned = [read_edges(decoder, owner, names) for owner in owners]
         tails = [read_edges(decoder, source, tail) for source in (self.anchor, *owners)]
         matrix, ridge = head.matrix(solved), self.ridge

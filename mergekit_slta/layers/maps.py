@@ -190,12 +190,14 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
     """The input of fused experts' down projection: their own gate applied to the first projection's output."""
-    if not hasattr(module, "has_gate") and not hasattr(module, "_apply_gate"):  # without transformers' interface
+    hidden: torch.Tensor
+    if not getattr(module, "has_gate", True):
+        hidden = module.act_fn(projected)
+    elif hasattr(module, "_apply_gate"):
+        hidden = module._apply_gate(projected)
+    else:  # a module without transformers' interface for such experts
         gate, up = projected.chunk(2, dim=-1)
-        gated: torch.Tensor = module.act_fn(gate) * up
-        return gated
-    gate_of = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
-    hidden: torch.Tensor = gate_of(projected)
+        hidden = module.act_fn(gate) * up
     return hidden
 
 

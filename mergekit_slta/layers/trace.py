@@ -197,14 +197,14 @@ def _try_layers(decoder: Decoder) -> LayerForm:
     token_ids = torch.tensor([[first, second], [first, other], [second, other]])
     of_kind: dict[int, Any] = {}
     state: dict[tuple[Any, ...], torch.Tensor] = {}
-    readers: list[int] = []  # the layers whose output depends on what earlier ones have put into a dictionary
+    readers: list[int] = []  # the first layer whose output depends on what earlier ones have put into a dictionary
 
     def run(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
         if (kind := decoder.first_of_kind[layer]) not in of_kind:
             tensors = random_numbers(decoder.layers[layer].state_dict(), decoder.device)
             run_once = decoder.run(layer, tensors, hidden, call.with_state(state))
             of_kind[kind] = run_once.returned
-            if state and _differs_from(run_once, decoder, layer, tensors, hidden, call):
+            if state and not readers and _differs_from(run_once, decoder, layer, tensors, hidden, call):
                 readers.append(layer)
             state.update(run_once.state)
         return of_kind[kind]

@@ -329,8 +329,8 @@ def test_a_merged_adapter_computes_what_the_live_one_does(kind: str, base_of: An
     [
         ({"peft_type": "XLORA", "hidden_size": 32, "adapters": {"one": "org/other"}}, "is of the type XLORA"),
         ({"megatron_config": {"any": 1}, "megatron_core": "module"}, "was trained with Megatron's layers"),
-        # These need data, and quantization, to be trained.
         ({"rank_pattern": {"q_proj.lora_E": [True]}}, "is an AdaLoRA with pruned ranks: merge it by peft"),
+        # These need data, and quantization, to be trained.
         ({"init_lora_weights": "corda"}, "was trained on weights that 'init_lora_weights: corda' had changed"),
         (
             {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
