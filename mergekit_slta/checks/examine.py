@@ -35,8 +35,8 @@ from mergekit_slta.recipe.settings import (
     CalibrationSettings,
     FeatcalSettings,
     SltaSettings,
+    are_adapters,
     base_parameters,
-    has_adapters,
 )
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
@@ -224,10 +224,8 @@ def _require_samples(experiment: Experiment, task: Task, downloading: bool) -> N
     """Refuse a source of no samples that the models can read, a dataset that is misspelt, or a wrong template."""
     if task.template:
         template_fields(task.template)
-    if is_dataset(task.calibration) and not downloading and _on_hub(task.calibration):
-        return
-    experiment.source(task, task.calibration)  # whose faults are known without the base model
-    experiment.draw(task)
+    if downloading or not is_dataset(task.calibration) or not _on_hub(task.calibration):
+        experiment.draw(task)
 
 
 def _on_hub(source: str) -> bool:
@@ -273,7 +271,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         maps = of_each_layer(experiment.decoder, find_groups)
         if layers := [str(layer) for layer, of_layer in enumerate(maps) if not of_layer.writers]:
             yield f"No map corrects what earlier layers have missed in the layers {listed(layers)}."
-    if isinstance(settings, ActmatSettings) and has_adapters(recipe.references):
+    if isinstance(settings, ActmatSettings) and are_adapters(*recipe.references):
         yield (
             "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "
             "weighted sum there: take 'merge_method: featcal', with a few prompts for each."
@@ -291,13 +289,12 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for task in recipe.tasks if settings.runs_models else ():
         yield from none_to_evaluate(experiment, task)
     yield from models.outside_the_model(base, *experts)
-    yield from models.promised_heads(base)
     yield from tokenizers.endless(experiment)
     yield from tokenizers.other_templates(experiment)
     of_base = str(getattr(base.config, "dtype", None) or getattr(base.text_config, "dtype", None))
     dtype = (config.dtype or of_base).removeprefix("torch.")
     of_adapters = experiment.options.lora_merge_dtype or of_base
-    rounded = has_adapters(recipe.references) and of_adapters.removeprefix("torch.") in (*HALF, "None")
+    rounded = any(one.lora for one in recipe.references) and of_adapters.removeprefix("torch.") in (*HALF, "None")
     if dtype in HALF and (rounded or not isinstance(settings, FeatcalSettings)):
         yield (
             f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "

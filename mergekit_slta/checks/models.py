@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
 
-PROMISES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # entries that count heads for further tokens
 SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
@@ -262,17 +260,6 @@ def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str
         yield (
             f"The configuration of the expert {expert} differs from that of the base model {base} in "
             f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."
-        )
-
-
-def promised_heads(model: Model) -> Iterator[str]:
-    """A configuration that promises a head for multi-token prediction, where the checkpoint has none."""
-    promised = [name for name in PROMISES if getattr(model.text_config, name, None)]
-    may_have = model.built is None or model.layout(model.built).outside
-    if promised and not may_have and not re.search("mtp|nextn|eh_proj", " ".join(model.tensors)):
-        yield (
-            f"The config.json of {model} promises a head for multi-token prediction ({promised[0]}), which the "
-            f"checkpoint lacks: llama.cpp looks for it, unless you set '{promised[0]}' to 0 in the merged config.json."
         )
 
 

@@ -195,8 +195,9 @@ def room(experiment: Experiment, out: Path | None) -> None:
         written += [(out, "the merged model", needed.merged), (out, "the solved layers", max(needed.solved - there, 0))]
     downloads = Path(experiment.options.transformers_cache or HF_HUB_CACHE)
     written.append((downloads, "the download", sum(needed.download.values())))
-    if experiment.options.lora_merge_cache:
-        written.append((Path(experiment.options.lora_merge_cache), "the merged adapters", needed.adapters))
+    if cache := experiment.options.lora_merge_cache:
+        there = sum(file.stat().st_size for file in Path(cache).glob("*/*.safetensors"))  # perhaps some of them
+        written.append((Path(cache), "the merged adapters", max(needed.adapters - there, 0)))
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []

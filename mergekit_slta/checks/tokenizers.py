@@ -14,12 +14,13 @@ from mergekit.common import ModelReference
 from mergekit.tokenizer.embed import PermutedVocabulary
 
 from mergekit_slta.checks.folder import beside_weights, refuse_links
-from mergekit_slta.data.sources import end_of_turn, probe
+from mergekit_slta.data.sources import end_of_turn, is_dataset, probe
 from mergekit_slta.errors import SltaError, reading, refuse
 from mergekit_slta.models import hub
 from mergekit_slta.models.headers import folder_with
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.recipe.recipe import Task
+from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings, are_adapters
 from mergekit_slta.words import listed
 
 GENERATION = "generation_config.json"
@@ -63,21 +64,29 @@ def aligned_rows(experiment: Experiment) -> None:
             "(not embed_tokens_per_layer): leave 'tokenizer' out, or merge experts with the base model's ids."
         )
     settings, places = experiment.recipe.config.tokenizer, aligned.permutations
+    given = (settings and settings.tokens) or {}
     rows = {model: torch.empty(experiment.model(model).vocabulary, 0) for model in places}
-    for token, source in ((settings and settings.tokens) or {}).items():
+    for token, source in given.items():
         with reading(f"The token {token!r} of the recipe's 'tokenizer'", "gets no row", "name a model that has one"):
             PermutedVocabulary.compute_default_embedding(None, aligned, rows, places, token, ids[token], source)
     refuse(
         f"The tokenizer of {model} has {listed(lost)} beyond the model's {experiment.model(model).vocabulary} "
-        "embeddings: name another tokenizer, such as 'union', or save the model with an embedding for each token."
+        "embeddings: name another tokenizer, such as 'union', save the model with an embedding for each token, or "
+        "write 'chat_template: auto' instead of 'tokenizer'."
         for model, known in places.items()
         if (lost := [token for token, index in ids.items() if index not in known])
     )
+    found = {index for own in places.values() for index, row in own.items() if row >= 0}
+    if nowhere := sorted(token for token, index in ids.items() if index not in found and token not in given):
+        raise SltaError(
+            f"mergekit finds no row for {listed(nowhere)} of the recipe's 'tokenizer' (it passes over an adapter's): "
+            "name a model that was saved with this tokenizer, its adapter merged, or give rows in 'tokens'."
+        )
 
 
 def endless(experiment: Experiment) -> Iterator[str]:
-    """Experts with tokens of their own, above all to end their turns, that a merge with the base's ids lacks."""
-    recipe, base = experiment.recipe, experiment.recipe.base
+    """Experts with tokens of their own, above all to end their turns, that a merge with another model's ids lacks."""
+    recipe, base, keeper = experiment.recipe, experiment.recipe.base, experiment.recipe.tokenizer_owner
 
     @cache
     def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
@@ -85,49 +94,65 @@ def endless(experiment: Experiment) -> Iterator[str]:
         settings = folder_with((GENERATION, "config.json"), reference.model, experiment.options.transformers_cache)
         return end_of_turn(tokenizer) or tokenizer.eos_token, stop_ids(settings)
 
-    for expert in recipe.experts if recipe.tokenizer_owner == base else ():
+    for expert in recipe.experts:
         try:
-            ours, theirs, tokenizer = ending(base), ending(expert.reference), experiment.tokenizer(base)
+            ours, theirs, tokenizer = ending(keeper), ending(expert.reference), experiment.tokenizer(keeper)
             owner = expert.reference.lora or expert.reference.model
         except (*hub.HUB_ERRORS, SltaError):  # a model without text has no tokenizer
             continue
-        stops, end = tokenizer.convert_ids_to_tokens(ours[1]), theirs[0]
-        brought = tokenizer.get_vocab() if recipe.config.chat_template else ()
+        end, known = theirs[0], tokenizer.get_vocab()
+        stops = [*tokenizer.convert_ids_to_tokens(ours[1]), *[ours[0]] * (keeper != base)]
+        fix = f"add 'tokenizer: {{source: {owner}}}' to the recipe"
+        if keeper != base:
+            fix = "no tokenizer serves both: merge experts that end their turns alike"
+        elif expert.reference.lora and end not in known:
+            fix = f"merge the adapter {owner} by peft, save it with its tokenizer, and name that model"
+        brought = known if recipe.config.chat_template else ()
         if stops and ours != theirs and end not in [*stops, *brought, None]:
             yield (
                 f"The expert {expert} ends its turns with {end}, but the merged model stops at "
-                f"{' and '.join(map(str, stops))}, like the base model {base}: add 'tokenizer: {{source: "
-                f"{owner}}}' to the recipe."
+                f"{' and '.join(map(str, stops))}, like {keeper}: {fix}."
             )
             continue
         own, rows = experiment.tokenizer(expert.reference), experiment.model(expert.reference).vocabulary or 0
-        known, added = tokenizer.get_vocab(), own.get_added_vocab()
+        added = own.get_added_vocab()
         # No answer needs the padding's token, nor one without a row.
         lost = sorted(token for token in added if token not in known and added[token] < rows and token != own.pad_token)
         if lost and recipe.tokenizer_source is None:
             yield (
                 f"The merge has the tokenizer of {base}, which lacks {listed(lost)} of {expert}: if the merge needs "
-                f"them, add 'tokenizer: {{source: {owner}}}' to the recipe."
+                f"them, {fix}."
             )
 
 
 def other_templates(experiment: Experiment) -> Iterator[str]:
-    """Experts whose own chat templates would write their conversations otherwise, where the recipe chooses none."""
-    recipe, others, alone = experiment.recipe, list[str](), list[str]()
-    chats = [task for (task, _), drawn in experiment.drawn.items() if drawn.has_chats]
-    for task in chats if recipe.tokenizer_source is None else ():
+    """Experts with chat templates, where the merge has none or one that writes their prompts otherwise."""
+    recipe, keeper, others, alone = experiment.recipe, experiment.recipe.tokenizer_owner, list[str](), list[Task]()
+    drawn = {task: data.has_chats for (task, _), data in experiment.drawn.items()}
+    for task in recipe.experts:
+        # Answers that are still to be written will be chats, if their model has a template.
+        is_chat = drawn.get(task, task.calibration and not is_dataset(task.calibration))
         with suppress(*hub.HUB_ERRORS, SltaError):  # some folders lack a tokenizer
-            ours, theirs = (probe(experiment.tokenizer(model)) for model in (recipe.base, task.reference))
-            if theirs not in ("", ours):
-                (others if ours else alone).append(str(task if ours else task.reference.lora or task.reference.model))
-    if alone and not recipe.config.chat_template:
+            ours, theirs = (probe(experiment.tokenizer(model)) for model in (keeper, task.reference))
+            if theirs and not ours:
+                alone.append(task)
+            elif theirs not in ("", ours) and is_chat:
+                others.append(str(task))
+    auto = recipe.config.chat_template == "auto"  # mergekit asks the models, not their adapters
+    if alone and ((auto and are_adapters(*recipe.references)) or not recipe.config.chat_template):
+        first, rows = alone[0].reference, ""
+        end = end_of_turn(experiment.tokenizer(first))
+        # The method takes the base model's rows, which it may never have trained.
+        takes_base = isinstance(recipe.settings, SltaSettings) and not first.lora
+        if takes_base and end in experiment.tokenizer(keeper).get_vocab():
+            rows = f', tokens: {{"{end}": {{source: {first.model}, force: true}}}}'
         yield (
-            f"The merge has no chat template, because {recipe.base} has none: add to the recipe 'tokenizer: {{source: "
-            f"{alone[0]}}}', or a 'chat_template' whose control tokens the tokenizer of the base model has."
+            f"The merge has no chat template, because {keeper} has none: add to the recipe 'tokenizer: {{source: "
+            f"{first.lora or first.model}{rows}}}', or a 'chat_template' whose control tokens the base model's has."
         )
     if others:
         yield (
-            f"The chat template of {recipe.base} writes the chats of {listed(others)}, not their own, which "
+            f"The chat template of {keeper} writes the chats of {listed(others)}, not their own, which "
             f"differ{'s' * (len(others) == 1)}: for another one in the merge, add 'tokenizer: {{source: EXPERT}}' to "
             "the recipe."
         )

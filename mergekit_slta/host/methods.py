@@ -35,7 +35,7 @@ from mergekit_slta.recipe.settings import (
     MethodSettings,
     SftmSettings,
     SltaSettings,
-    has_adapters,
+    are_adapters,
     parameter_specs,
 )
 from mergekit_slta.sftm.superpose import superposed_vector
@@ -249,7 +249,9 @@ class ActmatMerge(DataFreeMerge):
     ) -> tuple[torch.Tensor, float]:
         weights, ridge = parameters["weight"].values_for(group.non_base), parameters["ridge"]
         if ridge == "auto":
-            ridge = ACTMAT_RIDGE_OF_ADAPTERS if has_adapters(entry.id for entry in group.non_base) else ACTMAT_RIDGE
+            assert group.base is not None
+            adapters = are_adapters(group.base.id, *(entry.id for entry in group.non_base))
+            ridge = ACTMAT_RIDGE_OF_ADAPTERS if adapters else ACTMAT_RIDGE
         return merged_vector(role, list(task_vectors), ridge, weights), parameters["lambda"]
 
 

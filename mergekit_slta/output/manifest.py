@@ -100,7 +100,7 @@ def describe(
     tokenizer = published_name(tokenizer) if isinstance(tokenizer, ModelReference) else tokenizer
     settings |= {"dtype": config.dtype, "out_dtype": config.out_dtype}
     settings |= {"tokenizer_source": tokenizer, "chat_template": config.chat_template}
-    versions = files.versions() | {"python": platform.python_version(), "commit": files.commit()}
+    versions = files.versions() | {"python": platform.python_version()}
     if any(model.lora for model in recipe.references):
         versions |= {"peft": peft.__version__, "lora_merge_dtype": str(experiment.options.lora_merge_dtype)}
     return Manifest(

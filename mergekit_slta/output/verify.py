@@ -14,7 +14,7 @@ from mergekit.common import ModelPath, ModelReference, get_auto_cls
 from mergekit.config import MergeConfiguration
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader
 
-from mergekit_slta.checks.models import PROMISES, other_computation, promised_heads
+from mergekit_slta.checks.models import other_computation
 from mergekit_slta.checks.tokenizers import GENERATION
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.partial import require_finished
@@ -88,7 +88,6 @@ def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpa
         problems.append(str(error))
     else:
         problems += _loading_problems(experiment, base, written, stored)
-        notes += promised_heads(written)
     source = experiment.recipe.tokenizer_source
     owner = experiment.recipe.tokenizer_owner if isinstance(source, ModelReference) else base.reference
     problems += _tokenizer_problems(experiment, owner, merged_model)
@@ -140,7 +139,8 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
     base model has them and the folder does not.
     """
     sliced = experiment.recipe.config.slices or experiment.recipe.config.modules  # by mergekit's own methods
-    may_differ = (*PROMISES, *(("num_hidden_layers", "layer_types") if sliced else ()))
+    may_differ = ["num_nextn_predict_layers", "mtp_num_hidden_layers"]  # of a head that many checkpoints lack
+    may_differ += ["num_hidden_layers", "layer_types"] if sliced else []
     names = [
         name
         for name in other_computation(base.config, written.config, whole=True)

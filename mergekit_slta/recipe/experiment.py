@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, read_records, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
-from mergekit_slta.files import commit, digest, versions
+from mergekit_slta.files import digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.levels import LEVELS
@@ -161,13 +161,16 @@ class Experiment:
                 adapter = reference.lora and tokenizer_folder(reference.lora, self.options.transformers_cache)
                 if reference.lora and not adapter:
                     return self.tokenizer(ModelReference(model=reference.model))
-                self._tokenizers[reference] = AutoTokenizer.from_pretrained(
+                made = AutoTokenizer.from_pretrained(
                     str(adapter or reference.model.path),
                     revision=None if adapter else reference.model.revision,
                     trust_remote_code=self.options.trust_remote_code,
                     cache_dir=self.options.transformers_cache,
                     mistral_format=False,  # mistral-common's own class tells no token's place in the text
                 )
+                if not made.get_vocab().keys() - {*made.all_special_tokens}:
+                    raise ValueError("it has no files, so that transformers makes up one without words")
+                self._tokenizers[reference] = made
         return self._tokenizers[reference]
 
     def other_tokens(self, *models: ModelReference, used: Collection[int] = ()) -> list[str]:
@@ -184,7 +187,8 @@ class Experiment:
                 return {}
             return self.tokenizer(model).get_vocab() if (folder / TOKENIZER).is_file() else {}
 
-        known = {token: index for token, index in ids(self.recipe.base).items() if index in used or not used}
+        known = self.samples_tokenizer.get_vocab() if used else ids(self.recipe.base)
+        known = {token: index for token, index in known.items() if index in used or not used}
         own = self.model(self.recipe.base).vocabulary
         sizes = [
             f"expert {model} has a vocabulary of {size} tokens, the base model {self.recipe.base} one of {own}"
@@ -206,6 +210,7 @@ class Experiment:
             return None
         for reference in recipe.references:
             self.model(reference)  # a misspelt name is refused before mergekit logs it
+            self.tokenizer(reference)
         of_models, tokens = (recipe.base, recipe.references), [*((settings and settings.tokens) or ())]
         with reading("The recipe's 'tokenizer'", "cannot be made", "name another"), redirect_stderr(io.StringIO()):
             # Its progress bar cannot be switched off.
@@ -236,7 +241,7 @@ class Experiment:
         """
         if (key := (task, count or task.samples)) in self.drawn:
             return self.drawn[key]
-        base, drawn = self.model(self.recipe.base), self.source(task, task.calibration).draw(key[1])
+        drawn, base = self.source(task, task.calibration).draw(key[1]), self.model(self.recipe.base)
         highest, longest = max(map(max, drawn.token_ids)), max(map(len, drawn.token_ids))
         if highest >= base.vocabulary:
             raise SltaError(
@@ -320,7 +325,7 @@ class Experiment:
         adapters = [self.options.lora_merge_dtype] if any(one.reference.lora for one in self.checkpoints) else []
         stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
         return {
-            "versions": versions() | {"commit": commit()},
+            "versions": versions(),
             "models": [model.fingerprint for model in self.checkpoints],
             "config": hashed_computation(self.base.config),
             "tokens": [samples.sha256 for samples in data],

@@ -56,9 +56,9 @@ def new_recipe(
     if len(experts) == 1 or not calibration:  # otherwise, only who names the base model's prompts wants them
         calibration = [*calibration, *answers[len(calibration) :]]
     sources = dict(zip(models, calibration, strict=False)) if with_data else {}
-    commands = [
-        _ask(model, file, model == base) for model, file in sources.items() if file in answers or _is_missing(file)
-    ]
+    jsonl = (file for file in sources.values() if file.endswith(".jsonl") and not file.startswith("hf:"))
+    unwritten = {file for file in jsonl if not Path(file).expanduser().exists()}
+    commands = [_ask(model, file, model == base) for model, file in sources.items() if file in {*answers, *unwritten}]
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("mergekit_slta.recipe", "."),
         trim_blocks=True,
@@ -89,12 +89,6 @@ def answer_files(models: Sequence[str]) -> list[str]:
         numbered = (f"{stem}{number}-answers.jsonl" for number in ("", *range(2, 1 + len(models))))
         names.append(next(name for name in numbered if name not in names))
     return names
-
-
-def _is_missing(source: str) -> bool:
-    """Whether a calibration source is a file that ``ask`` can write."""
-    path = Path(source).expanduser()
-    return path.suffix == ".jsonl" and not source.startswith("hf:") and not path.exists()
 
 
 def ask_arguments(model: str, file: str, is_base: bool) -> list[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import yaml
@@ -38,8 +37,7 @@ SOURCES = {*CalibratedExpert.model_fields}  # the parameters of an expert that s
 SHARED_WITH_BASE = {"template", "samples"}  # of these, what the recipe's own parameters give the base model's task too
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A model, and prompts on which the merge should do what that model does."""
 
     reference: ModelReference  # an expert; or the base model, whose abilities on these prompts are to be kept

@@ -5,7 +5,7 @@ Other rooms read a method's properties here (does it run models? the experts too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from mergekit.common import ModelReference
@@ -127,9 +127,9 @@ ACTMAT_RIDGE, ACTMAT_RIDGE_OF_ADAPTERS = 0.03, 3.0
 SMALLEST_ACTMAT_RIDGE = 1e-4  # of what float32 bears (actmat/covariance.py)
 
 
-def has_adapters(models: Iterable[object]) -> bool:
-    """Whether any of a recipe's models is an adapter."""
-    return any(isinstance(model, ModelReference) and model.lora is not None for model in models)
+def are_adapters(base: Any, *experts: Any) -> bool:
+    """Whether all experts are adapters of the base model, so that their changes lie in few directions."""
+    return all(getattr(expert, "lora", None) and expert.model == base.model for expert in experts)
 
 
 class ActmatExpert(Parameters):
@@ -149,7 +149,7 @@ class ActmatSettings(MethodSettings):
     ridge: Annotated[FiniteFloat, Field(ge=SMALLEST_ACTMAT_RIDGE)] | Literal["auto"] = Field(
         default="auto",
         description=f"pulls every matrix towards the experts' mean; at least {SMALLEST_ACTMAT_RIDGE:g}; `auto` is "
-        f"{ACTMAT_RIDGE:g}, and {ACTMAT_RIDGE_OF_ADAPTERS:g} for adapters",
+        f"{ACTMAT_RIDGE:g}, and {ACTMAT_RIDGE_OF_ADAPTERS:g} if all experts are adapters",
     )
     lambda_: FiniteFloat = Field(
         default=1.0, alias="lambda", description="multiplies the merged change; `scale`, its older name, is read too"

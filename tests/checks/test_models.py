@@ -57,10 +57,7 @@ def test_the_way_out_of_8_and_4_bits_is_named_and_leads_out(name: str, make_fami
     recipe, folder = families.recipe(family, "sftm", calibration=False), family.base
     edit_tensors(folder, quantize)
     edit_config(folder, quantization_config=entry)
-    assert only(recipe) == (
-        f"{folder} is quantized ({entry['quant_method']}) by its config.json: name the unquantized model, or "
-        "dequantize it first; or remove the entry 'quantization_config', if its tensors are not quantized."
-    )
+    assert f"is quantized ({entry['quant_method']}) by its config.json: name the unquantized" in only(recipe)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind(dequantize=True))
     assert torch.equal(model.state_dict()["lm_head.weight"], load_file(folder / "model.safetensors")["lm_head.weight"])
     model.save_pretrained(tmp_path / "right", save_original_format=False)

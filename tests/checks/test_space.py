@@ -4,9 +4,12 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+from mergekit.common import ModelReference
 from support import families
 from support.adapters import write_adapter
 from support.examining import feature_recipe, look, problems
@@ -17,6 +20,7 @@ from mergekit_slta.checks.examine import check
 from mergekit_slta.checks.space import Needs, needs
 from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.files import PARTIAL_OF_MERGE
+from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.tables import as_size
 
@@ -91,3 +95,14 @@ def test_the_layers_of_a_killed_merge_need_no_second_room(
     with (tmp_path / "out" / PARTIAL_OF_MERGE / "layer-0000.safetensors").open("wb") as file:
         file.truncate(found.solved // 2 + 1)
     assert problems(recipe, out_path=tmp_path / "out") == []
+
+
+def test_adapters_that_were_merged_before_need_no_room_again(llama: Family, tmp_path: Path) -> None:
+    adapter, cache = write_adapter(llama.base, tmp_path / "adapter"), tmp_path / "cache"
+    content = families.recipe(llama, "actmat", calibration=False, experts=[0])
+    content["models"].append({"model": f"{llama.base}+{adapter}"})
+    free = SimpleNamespace(free=4 * WHOLE - 1)
+    with mock.patch.object(shutil, "disk_usage", return_value=free):
+        assert "too little for the merged adapters" in str(check(Recipe(content), lora_merge_cache=str(cache)))
+        merge_adapter(ModelReference.parse(f"{llama.base}+{adapter}"), str(cache))
+        assert "too little" not in str(check(Recipe(content), lora_merge_cache=str(cache)))

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
 from conftest import MakeFamily
 from safetensors.torch import load_file
 from support import families
-from support.examining import chat_model, feature_recipe, look, only, problems, swap_ids
+from support.adapters import write_adapter
+from support.examining import add_tokens, chat_model, chat_tokenizer, feature_recipe, look, only, problems, swap_ids
 from support.families import Family
 
 from mergekit_slta.featcal.merge import head_to_solve
@@ -30,10 +32,7 @@ def test_a_token_beyond_the_embeddings_in_the_merged_models_tokenizer(
     named = str(family.experts[0]) if source == "expert" else source
     recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": named}}
     if source == beyond == "expert":
-        assert only(recipe) == (
-            f"The tokenizer of {folder} has <16> beyond the model's 64 embeddings: name another tokenizer, such as "
-            "'union', or save the model with an embedding for each token."
-        )
+        assert "has <16> beyond the model's 64 embeddings: name another tokenizer" in only(recipe)
         return
     assert problems(recipe) == []
     merged = families.merge(recipe, tmp_path / "out")
@@ -78,9 +77,7 @@ def test_a_union_has_the_added_tokens_of_a_multimodal_models_experts(
 ) -> None:
     """mergekit looks for the vocabulary's size at the top of the configuration alone."""
     family = make_family(architecture)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(family.experts[0])
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.save_pretrained(family.experts[0])
+    add_tokens(family.experts[0], "<think>")
     recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": "union"}}
     assert problems(recipe) == []
     made = transformers.AutoTokenizer.from_pretrained(families.merge(recipe, tmp_path / "out"))
@@ -92,10 +89,7 @@ def test_ids_of_a_model_with_two_embeddings_cannot_change(make_family: MakeFamil
     recipe = families.recipe(family, "sftm", calibration=False) | {"tokenizer": {"source": "base"}}
     assert problems(recipe) == []
     swap_ids(family.experts[0])
-    assert only(recipe) == (
-        f"The recipe's 'tokenizer' changes token ids, but of the two embeddings of {family.base} mergekit reorders one "
-        "(not embed_tokens_per_layer): leave 'tokenizer' out, or merge experts with the base model's ids."
-    )
+    assert "mergekit reorders one (not embed_tokens_per_layer): leave 'tokenizer' out" in only(recipe)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +117,8 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
     notes = [note for note in look(recipe).notes if "ends its turns" in note]
     assert len(notes) == said
     for note in notes:
-        sentence, line, _ = note.split("'")
-        assert sentence == (
-            f"The expert {expert} ends its turns with <|im_end|>, but the merged model stops at </s>, like the base "
-            f"model {family.base}: add "
-        )
+        assert f"ends its turns with <|im_end|>, but the merged model stops at </s>, like {family.base}: add" in note
+        line = note.split("'")[1]
         corrected = {key: value for key, value in recipe.items() if key != "tokenizer_source"} | yaml.safe_load(line)
         assert not [note for note in look(corrected).notes if "ends its turns" in note]
 
@@ -159,9 +150,26 @@ def test_an_expert_whose_chats_another_template_writes_is_named(family: Family) 
     assert note.startswith(f"The chat template of {family.base} writes the chats of {family.experts[0]}, not their own")
     (family.base / "chat_template.jinja").unlink()
     (note,) = [note for note in look(recipe).notes if "has no chat template" in note]
-    assert f"because {family.base} has none: add to the recipe 'tokenizer: {{source: {family.experts[0]}}}'" in note
+    assert f"{family.base} has none: add to the recipe 'tokenizer: {{source: {family.experts[0]}, tokens: " in note
+    assert "because" in str(look(families.recipe(family, "actmat", calibration=False)).notes)
     recipe["tokenizer"] = {"source": str(family.experts[0])}
-    assert not [note for note in look(recipe).notes if "chat template" in note]
+    (note,) = [note for note in look(recipe).notes if "chat template" in note]
+    assert note.startswith(f"The chat template of {family.experts[0]} writes the chats of {family.experts[1]}")
+
+
+def test_rows_of_chat_tokens_that_only_an_expert_has_trained_reach_the_merge(family: Family, tmp_path: Path) -> None:
+    """``slta`` has the base model's rows, for which a pretrained model may have had no use; the note says how."""
+    ids = [chat_model(family.experts[0]), chat_model(family.base)][0]
+    (family.base / "chat_template.jinja").unlink()
+    recipe = families.recipe(family, level="layer")
+    (note,) = [note for note in look(recipe).notes if "has no chat template" in note]
+    recipe |= yaml.safe_load(note.split("'")[1])
+    assert problems(recipe) == []
+    merged, expert = (
+        load_file(folder / "model.safetensors")["lm_head.weight"][ids[1]]
+        for folder in (families.merge(recipe, tmp_path / "out"), family.experts[0])
+    )
+    assert torch.equal(merged, expert)
 
 
 def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:
@@ -186,9 +194,12 @@ def test_a_head_is_solved_if_the_base_models_tokenizer_changes_no_row(make_famil
     tokens = len(transformers.AutoTokenizer.from_pretrained(make_family().base))
     recipe = feature_recipe(make_family(families.config_of("llama", vocab_size=tokens)))
     base: dict[str, Any] = {"source": "base"}
-    for more in ({"tokenizer_source": "base"}, {"tokenizer": base}):
+    for more in ({"tokenizer_source": "base"}, {"tokenizer": base}, {"tokenizer_source": "union"}):
         assert head_to_solve(families.experiment(recipe | more)) is not None
-    for more in ({"tokenizer_source": "union"}, {"tokenizer": base | {"pad_to_multiple_of": 64}}):
+    for more in (
+        {"tokenizer": {"source": "union", "tokens": {"a": {"force": True}}}},
+        {"tokenizer": base | {"pad_to_multiple_of": 64}},
+    ):
         assert head_to_solve(families.experiment(recipe | more)) is None
 
 
@@ -203,6 +214,31 @@ def test_ids_with_gaps_cannot_be_aligned(changes: dict[str, Any], family: Family
     assert problems(recipe) == []
     said = only(recipe | {"tokenizer": {"source": "base"} | changes})
     assert "mergekit makes a row for each token, none for the gaps: leave 'tokenizer' and 'tokenizer_source' " in said
+
+
+def test_an_adapters_new_tokens_need_a_saved_model(family: Family, tmp_path: Path) -> None:
+    """mergekit asks the base model for an adapter's tokenizer, and would give these tokens rows of zeros."""
+    adapter = write_adapter(family.base, tmp_path / "adapter")
+    for file in family.base.glob("tokenizer*"):
+        shutil.copy(file, adapter)
+    chat_tokenizer(adapter)
+    recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
+    recipe["models"][0]["model"] = f"{family.base}+{adapter}"
+    options = {"lora_merge_cache": str(tmp_path / "lora")}
+    (note,) = [note for note in look(recipe, options=options).notes if "ends its turns" in note]
+    assert note.endswith(f": merge the adapter {adapter} by peft, save it with its tokenizer, and name that model.")
+    recipe["tokenizer"] = {"source": str(adapter)}
+    assert "finds no row for <|im_end|>, <|im_start|> of the recipe's 'tokenizer'" in only(recipe, options=options)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_a_folder_without_a_tokenizer_has_none(architecture: str, make_family: MakeFamily) -> None:
+    """transformers would make one up, with the token 0 as its only word."""
+    family = make_family(architecture)
+    for file in family.experts[0].glob("*token*"):
+        file.unlink()
+    recipe = families.recipe(family, "actmat", calibration=False) | {"tokenizer": {"source": "base"}}
+    assert f"{family.experts[0]} has no usable tokenizer" in str(problems(recipe))
 
 
 @pytest.mark.parametrize("source", ["base", "union"])

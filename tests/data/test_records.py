@@ -4,12 +4,11 @@ import json
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support.calibration_samples import load, refused, source_of, write_jsonl, write_tokenizer
+from support.calibration_samples import load, refused, write_jsonl, write_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 # Like those of Hermes and Qwen, of DeepSeek's distilled models, of Gemma, and the plainest one.
@@ -282,20 +281,6 @@ def test_what_the_template_leaves_out_is_counted(
     assert [line.startswith(counted) for line in caplog.messages if "leaves out" in line] == [True] * bool(lost)
 
 
-@pytest.mark.parametrize(
-    ("turns", "renderings"),
-    [(SAID, 2), (CALLED, 2), ([ASKED, turn("assistant", "59", reasoning_content="so")], 2), (SAID[:1], 1)],
-)
-def test_a_conversation_is_written_once_and_once_more_to_place_its_answer(
-    turns: list[dict[str, Any]], renderings: int, tmp_path: Path
-) -> None:
-    tokenizer = write_tokenizer(tmp_path / "tokenizer", TOOLS)
-    source = source_of(write_jsonl(tmp_path / "a.jsonl", [{"messages": turns, "tools": SCHEMA}]), tokenizer)
-    with mock.patch.object(tokenizer, "apply_chat_template", wraps=tokenizer.apply_chat_template) as render:
-        source.draw(1)
-    assert render.call_count == renderings
-
-
 SILENT = "{% for m in messages %}[{{ m.role }}]{{ m.content if m.content is string else '' }}<end>{% endfor %}"
 
 
@@ -340,7 +325,8 @@ def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
 @pytest.mark.parametrize(
     ("record", "fields"),
     [
-        ({"question": "a", "answer": "b", "context": "c", "system": "d", "choices": []}, ["context", "system"]),
+        ({"question": "a", "answer": "b", "context": "c", "system": "d"}, ["context", "system"]),
+        ({"question": "a", "answer": "b", "choices": ["b", "c"], "options": []}, ["choices"]),
         ({"messages": SAID, "history": [["a", "b"]], "system": "d"}, ["history"]),
         ({"text": "a", "context": "c", "answer": "a"}, []),
         ({"text": "a", "code": "c"}, ["code"]),

@@ -289,6 +289,7 @@ def test_an_adapter_that_brings_the_tokenizer_keeps_the_base_models_settings(fam
     for file in family.base.glob("tokenizer*"):
         shutil.copy(file, adapter)
     end = chat_tokenizer(adapter)[1]
+    shutil.copy(adapter / "tokenizer.json", family.base)
     recipe = families.recipe(family, "sftm", experts=[0], calibration=False)
     recipe["models"][0]["model"] = f"{family.base}+{adapter}"
     families.merge(

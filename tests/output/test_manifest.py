@@ -152,6 +152,11 @@ def test_it_has_the_commit_that_pip_installed(monkeypatch: pytest.MonkeyPatch) -
     files = {"direct_url.json": '{"vcs_info": {"vcs": "git", "commit_id": "abc"}}'}
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: SimpleNamespace(read_text=files.get))
     assert commit.__wrapped__() == "abc"
+    told = []
+    for record in ("one", "other"):  # from a folder, without its history
+        files |= {"direct_url.json": '{"dir_info": {}, "url": "file:///home/x"}', "RECORD": record}
+        told.append(commit.__wrapped__())
+    assert told[0] != told[1] and all(state.startswith("clone ") for state in told)
 
 
 def test_revisions_are_the_commits_of_the_caches() -> None:

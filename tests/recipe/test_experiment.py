@@ -1,14 +1,13 @@
 """A recipe's models and data are opened as it says, and what is wrong outside the layers is found."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mergekit.common import ModelReference
 from support import families
-from support.examining import MARKERS, chat_model, swap_ids, with_data
+from support.examining import MARKERS, add_tokens, chat_model, swap_ids, with_data
 from support.families import Family
 from transformers import AutoTokenizer
 
@@ -43,9 +42,7 @@ def rename(folder: Path) -> None:
 
 def name_reserved(folder: Path) -> None:
     """The base model reserves the ids of the expert's markers for other added tokens."""
-    base = AutoTokenizer.from_pretrained(folder.parent / "base")
-    base.add_tokens(["<|reserved_0|>", "<|reserved_1|>"], special_tokens=True)
-    base.save_pretrained(folder.parent / "base")
+    add_tokens(folder.parent / "base", "<|reserved_0|>", "<|reserved_1|>", special=True)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +71,7 @@ def test_samples_have_the_tokens_of_the_merged_models_tokenizer(
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 3)
     recipe = with_data(family, tmp_path / "chats.jsonl", samples=3) | {"merge_method": method}
     experiment = families.experiment(recipe | changes(str(family.experts[0])))
-    with caplog.at_level(logging.WARNING, "mergekit_slta"):
-        rows = experiment.load_data(experiment.recipe.tasks)[0].token_ids
+    rows = experiment.load_data(experiment.recipe.tasks)[0].token_ids
     letters = AutoTokenizer.from_pretrained(family.experts[0])
     text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
     assert (rows == (tuple(letters(text, add_special_tokens=False)["input_ids"]),) * 3) == whole

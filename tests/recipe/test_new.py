@@ -171,10 +171,7 @@ def test_names_are_quoted_as_yaml_needs_it(name: str, tmp_path: Path, monkeypatc
     [
         (["org/math", "--method", "actmat"], "'actmat' merges several experts: name another one, or choose featcal or"),
         (["org/math", "org/code", "--method", "sftm", "--calibration", "hf:a/b"], "'sftm' uses no prompts"),
-        (
-            ["org/math", "org/code", "--calibration", "hf:a/b"],
-            "--calibration is given once for 2 experts: give it once",
-        ),
+        (["org/math", "org/code", "--calibration", "hf:a/b"], "--calibration is given once for 2 experts: give it"),
         (["org/math", *["--calibration", "hf:a/b"] * 3], "--calibration is given 3 times for one expert: give it once"),
         (["org/base"], "A model is named twice"),
     ],
