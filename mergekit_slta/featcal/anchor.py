@@ -17,7 +17,7 @@ from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import MAPS, LinearMap, Role, tensor_roles
 from mergekit_slta.models.checkpoint import Blend, Checkpoint, ExpertStack, Tensors, blend, task_vector
 from mergekit_slta.numerics.symmetric import add_ridge
-from mergekit_slta.recipe.settings import ACTMAT_RIDGE, has_adapters
+from mergekit_slta.recipe.settings import ACTMAT_RIDGE, are_adapters
 
 # A few prompts of adapters leave most directions of the input to the prior, and so need more of it than those of full
 # fine-tunes, whose ridge is 0.03; without prompts, ``actmat`` takes 3.
@@ -34,7 +34,7 @@ class ActmatAnchor(Blend):
         counts: Sequence[float],  # of each task: 1 for an expert's, and last kappa for the base model's if it has one
     ) -> None:
         super().__init__(models, torch.full((len(models) - 1,), 1 / sum(counts), dtype=torch.float64))
-        self._ridge = RIDGE_OF_ADAPTERS if has_adapters(model.reference for model in models[1:]) else ACTMAT_RIDGE
+        self._ridge = RIDGE_OF_ADAPTERS if are_adapters(*(model.reference for model in models)) else ACTMAT_RIDGE
         self.counts = counts
         self._layout = models[0].model.layout(decoder.model)
         roles = tensor_roles(decoder.model)

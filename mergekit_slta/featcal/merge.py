@@ -467,7 +467,7 @@ def solve_model(experiment: Experiment, partial: Partial) -> SolvedModel:
         head=head is not None,
     )
     partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
-    complete = partial.finished(len(decoder)) == {*range(len(decoder)), None}  # with the output head's file
+    complete = len(partial.finished(len(decoder) + 1)) > len(decoder)  # with the output head's file
     ranks.require_equal(complete, partial.folder)
     if not complete:
         with ranks.one_refusal():
@@ -478,7 +478,7 @@ def solve_model(experiment: Experiment, partial: Partial) -> SolvedModel:
         merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
         of_head = pass_layers(merge, "Solving", partial=partial, quiet=experiment.quiet)
         if ranks.first:
-            partial.write(None, of_head)
+            partial.write(len(decoder), of_head)
         ranks.wait()
     return SolvedModel(decoder, partial, experiment.layout)
 
@@ -500,13 +500,14 @@ def token_weights(data: Sequence[CalibrationData]) -> list[torch.Tensor]:
 def head_to_solve(experiment: Experiment) -> LinearMap | None:
     """The output head, by the model's names; None if it is tied, or if it cannot be solved, which is said."""
     recipe, head, made = experiment.recipe, experiment.decoder.head, experiment.recipe.config.tokenizer
+    aligned = experiment.aligned
     if head is None:
         return None
     why = "the logits need more than the last layer's output" if tail_problem(experiment.decoder) else ""
-    if recipe.tokenizer_source is not None and (
-        recipe.tokenizer_source != "base"
-        or (made and (made.tokens or made.pad_to_multiple_of))
-        or len(experiment.tokenizer(recipe.base)) != experiment.model(recipe.base).vocabulary
+    if aligned is not None and (
+        (made and (made.tokens or made.pad_to_multiple_of))
+        or len(aligned.tokenizer) != experiment.model(recipe.base).vocabulary
+        or any(index != row for rows in aligned.permutations.values() for index, row in rows.items())
     ):
         why = "mergekit reorders its rows for the recipe's 'tokenizer'"
     if why:
@@ -533,10 +534,8 @@ class SolvedModel:
         with contextlib.ExitStack() as opened:
             first = self.decoder.first_names
             names = [first.get(target, target) for target in piece.targets]
-            files = {
-                target: opened.enter_context(safe_open(self._partial.file(self._layers.get(target)), "pt"))
-                for target in names
-            }
+            places = {target: self._partial.file(self._layers.get(target, len(self.decoder))) for target in names}
+            files = {target: opened.enter_context(safe_open(place, "pt")) for target, place in places.items()}
             if any(target not in files[target].keys() for target in names):  # noqa: SIM118
                 return None
 

@@ -13,8 +13,9 @@ to subtract W_n A would save products, but lose digits where A is ill-conditione
 each direction of the input is held:
 
 - H = h I with h = trace(A) / d_in. A few dimensions of the input may be so much larger than the others that
-  h says nothing about the others: then H = diag(A). Where those few would decide n_t, perhaps by a single token,
-  n_t is computed without them.
+  h says nothing about the others: then H = diag(A), at least a hundredth of its median, below which an input that is
+  silent on these prompts would get large weights. Where a few would decide n_t, perhaps by a single token, n_t is
+  computed without them.
 - A prior P [d_in, d_in], whose diagonal has the mean 1, holds some directions more than others: H is then
   p^(1/2) P p^(1/2), where p is the diagonal of the H above.
 
@@ -46,6 +47,7 @@ from mergekit_slta.recipe.settings import SMALLEST_FEATCAL_RIDGE
 
 # H follows A's diagonal if the diagonal's mean is this many times its median.
 MASSIVE = 10.0
+LEAST_HELD = 0.01  # of that median
 # s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of the sums above zero.
 DECISIVE = 1000.0
 RIDGES = (SMALLEST_FEATCAL_RIDGE, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0)
@@ -312,7 +314,9 @@ def hold_of(diagonal: torch.Tensor, prior: torch.Tensor | None) -> tuple[torch.T
     dimension that is always zero is held apart from the others, so that its change is zero, but where there is a prior
     and H does not follow A's diagonal: the prior says then how it changes with the others.
     """
-    shape = diagonal if diagonal.mean() > MASSIVE * diagonal.median() else torch.ones_like(diagonal)
+    median = diagonal.median()
+    held = diagonal.clamp_min(LEAST_HELD * median) * (diagonal > 0)
+    shape = held if diagonal.mean() > MASSIVE * median else torch.ones_like(diagonal)
     if prior is None:
         return shape, torch.where(shape > 0, shape, 1.0)
     if bool((shape == 1).all()):
@@ -334,7 +338,8 @@ def not_decisive(diagonal: torch.Tensor) -> torch.Tensor:
     if not len(used):
         return torch.ones_like(diagonal, dtype=torch.bool)
     low, rest = divmod(9 * (len(used) - 1), 10)  # not torch.quantile, which newer versions compute in float64
-    return diagonal <= DECISIVE * used[low].lerp(used[low + (rest > 0)], rest / 10)
+    others = diagonal <= DECISIVE * used[low].lerp(used[low + (rest > 0)], rest / 10)
+    return others if (~others).sum() <= max(2, len(used) // 100) else torch.ones_like(others)  # most may be silent
 
 
 def lowest_ridge(error: Callable[[float], float]) -> float:

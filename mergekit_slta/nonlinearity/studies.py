@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import click
 import torch
@@ -89,8 +89,7 @@ def pair_cosine(grams: torch.Tensor) -> torch.Tensor:
 # Studies
 
 
-@dataclass(frozen=True)
-class Study:
+class Study(NamedTuple):
     """Settings whose features are compared, on the data of the experts in them."""
 
     experts: tuple[int, ...]  # one, and the settings are the way to it; or several: each alone, then their merges

@@ -73,19 +73,13 @@ def trim(vector: torch.Tensor, density: float) -> torch.Tensor:
     if count >= vector.numel():
         return vector
     size = vector.abs().flatten()
-    threshold = _in_order(size, size.numel() - count)
+    index = size.numel() - count
+    threshold = float(np.partition(size.cpu().numpy(), index)[index])  # six times as fast as kthvalue on the CPU
     if threshold == 0:
         return vector
     largest = size > threshold
     largest[(size == threshold).nonzero().flatten()[: count - int(largest.sum())]] = True
     return vector * largest.view_as(vector)
-
-
-def _in_order(values: torch.Tensor, index: int) -> float:
-    """The value that an ascending sort would put at ``index``; numpy is six times as fast as kthvalue on the CPU."""
-    if values.device.type == "cpu":
-        return float(np.partition(values.numpy(), index)[index])
-    return float(values.kthvalue(index + 1).values)
 
 
 def singular_features(matrix: torch.Tensor, rank: int = 0) -> SingularFeatures:

@@ -8,12 +8,10 @@ outside the layers like those of layer 0, so filters must separate them.
 from __future__ import annotations
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 import yaml
@@ -22,6 +20,7 @@ from mergekit.config import ConfigYamlDumper, MergeConfiguration, evaluate_setti
 
 from mergekit_slta import __version__
 from mergekit_slta.errors import SltaError, reading
+from mergekit_slta.files import is_hub_name
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import ENDINGS, trace
 from mergekit_slta.models.architecture import known_architecture
@@ -42,8 +41,7 @@ MULTIMODAL = ENDINGS[-1]  # how the name of a class ends that may take more than
 TensorAlpha = tuple[float, ...]  # the ``T`` merging weights of a tensor
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):
     """A tensor of mergekit's plan."""
 
     name: str  # which filters match
@@ -205,16 +203,11 @@ def _verify(content: dict[str, Any], planned: Sequence[PlannedTensor]) -> None:
 def _read_config(info: Info, path: str, trust_remote_code: bool) -> transformers.PretrainedConfig:
     name = info.base_model
     fix = f"give its folder or Hub id, models={{'{name}': 'PATH'}} in Python and --model {name}=PATH for the command"
-    if not _known(path):
+    name = ModelReference.parse(path).model.path
+    if not (Path(name).exists() or is_hub_name(name)):
         raise SltaError(f"The base model '{path}' is neither a folder nor of the form ORG/NAME: {fix}.")
     with reading(f"The configuration of the base model '{path}'", fix=fix):
         config = ModelReference.parse(path).config(trust_remote_code=trust_remote_code)
     if (config.architectures or [""])[0] != info.architecture:
         raise SltaError(f"The model '{path}' is not the base model of the statistics, a {info.architecture}: {fix}.")
     return config
-
-
-def _known(path: str) -> bool:
-    """Whether a path may name a model: it is here, or has the form of a repository on the Hub."""
-    name = ModelReference.parse(path).model.path
-    return Path(name).exists() or re.fullmatch("[^/]+/[^/]+", name) is not None

@@ -414,7 +414,7 @@ class Solution(Paragraphs):
             )
         unknown = {name: s.rank < len(self.models) or not s.measured.all() for name, s in self.submodules.items()}
         if dependent := [name for name, is_unknown in unknown.items() if is_unknown]:
-            branch = "; an expert without changes there gets its mean weight in the branch" * (self.level == "linear")
+            branch = "; an expert without changes there gets its mean in the branch or layer" * (self.level == "linear")
             notes.append(
                 f"In {len(dependent)} of {count} submodules ({listed(dependent)}) experts are linearly dependent or "
                 f"change nothing, so several weights fit the prompts: the smallest are taken{branch}."

@@ -188,7 +188,7 @@ class TensorWeights:
         return alpha.T.reshape(*alpha.T.shape, *[1] * (stack.ndim - 1))
 
     def _mean(self, layer: int, children: frozenset[str] | None) -> torch.Tensor:
-        """Each expert's mean weight [T] over the maps of a branch, or of the layer, that it was measured to change.
+        """Each expert's mean weight [T] over a branch's maps that it was measured to change, or else over the layer's.
 
         The weight of an unmeasured map, such as a mixture's expert that no token reached, is zero for lack of data.
         """
@@ -198,4 +198,5 @@ class TensorWeights:
         solutions = [self.solutions[submodule_name(layer, name)] for name in names]
         measured = torch.stack([solved.measured for solved in solutions])  # [maps, T]
         alpha = torch.stack([solved.alpha for solved in solutions])
-        return torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)
+        mean = torch.where(measured, alpha, 0.0).sum(0) / measured.sum(0).clamp_min(1)
+        return mean if children is None else torch.where(measured.any(0), mean, self._mean(layer, None))

@@ -170,8 +170,7 @@ def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_name
 ) -> None:
     family = make_family("mixtral")
     monkeypatch.setattr(merge, "listed", ", ".join)  # all of them
-    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
-        found = merged_tensors(family, tmp_path, tasks=[[[1, 5]], [[1, 9]]])
+    found = merged_tensors(family, tmp_path, tasks=[[[1, 5]], [[1, 9]]])
     said = [message for message in caplog.messages if message.endswith(" are merged as by actmat, not solved")]
     pattern = r"mlp\.experts\.(\d+)\.(\w+) \((\d+) tokens\)"
     named = {
@@ -191,8 +190,7 @@ def test_what_layers_share_stays_the_anchors_and_is_said_once(
     make_family: MakeFamily, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     family = make_family("zamba2", records=2)
-    with caplog.at_level(logging.WARNING, logger="mergekit_slta.featcal"):
-        found = merged_tensors(family, tmp_path)
+    found = merged_tensors(family, tmp_path)
     anchor, shared = families.actmat_state(family), trace(family.config).shared_tensors & found.keys()
     assert shared and all(torch.equal(found[name].double(), anchor[name]) for name in shared)
     assert caplog.text.count("(shared by several layers)") == 1
@@ -202,8 +200,7 @@ def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
     llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(regression, "times_inverse", lambda target, system: None)
-    with caplog.at_level(logging.WARNING, logger="mergekit_slta"):
-        found = merged_tensors(llama, tmp_path)
+    found = merged_tensors(llama, tmp_path)
     anchor = families.actmat_state(llama)
     assert all(torch.equal(tensor.double(), anchor[name]) for name, tensor in found.items())
     first, *_, last = caplog.messages

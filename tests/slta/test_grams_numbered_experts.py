@@ -91,10 +91,7 @@ def test_rows_that_do_not_say_their_sample_are_not_given_to_one(mlp: str, tmp_pa
     if mlp == "first":  # one row of each sample, in their order
         assert "layer.1.mlp.first" in together and not said
         return
-    assert said == [
-        "Level linear falls back to level layer in layers 1 to 2 (LlamaDecoderLayer): mlp.experts.0 is given "
-        "the features of some tokens only."
-    ]
+    assert len(said) == 1 and "in layers 1 to 2 (LlamaDecoderLayer): mlp.experts.0 is given" in said[0]
     unsolved = find_groups(decoder, 1).unsolved
     assert unsolved["mlp.experts.0"] == "in a module that receives only some of the tokens"
     assert {name for name in together if not name.startswith("layer.0.")} == {"layer.1", "layer.2"}

@@ -55,14 +55,6 @@ def test_a_sample_without_any_change_is_left_out_when_balanced() -> None:
     assert sample_weights(deltas.grams(), balance=True)[0] == 0
 
 
-def test_no_change_at_all() -> None:
-    solution = solve(torch.zeros(3, 3, 3, dtype=torch.float64), torch.arange(3))
-    assert torch.equal(solution.alpha, torch.zeros(3, dtype=torch.float64))
-    assert solution.rank == 0
-    assert solution.retained.isnan().all()
-    assert torch.tensor(solution.condition).isnan()
-
-
 # How an extreme third expert's features follow from all experts' features.
 EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "equal": lambda found: found[1],

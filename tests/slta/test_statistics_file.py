@@ -91,22 +91,13 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "not a number": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(torch.nan), "'layer.1.mlp' holds no Gram"),
     "a tensor more": (lambda tensors, info: tensors.update(x=torch.ones(1)), "'x' holds no Gram matrices"),
     "no tasks": (lambda tensors, info: tensors.pop("task"), "is not a statistics file"),
-    "tasks in disorder": (
-        lambda tensors, info: tensors.update(task=tensors["task"].flip(0)),
-        "'task' does not name every task in order",
-    ),
+    "tasks in disorder": (lambda own, info: own.update(task=own["task"].flip(0)), "'task' does not name every task in"),
     "no tokens": (lambda tensors, info: tensors["tokens"].zero_(), "'tokens' does not fit"),
     "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
     "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
-    "a layer less": (
-        lambda tensors, info: [tensors.pop(name) for name in list(tensors) if "layer.1" in name],
-        "does not hold level 'layer' of 3 layers",
-    ),
+    "a layer less": (lambda own, info: [own.pop(n) for n in [*own] if "layer.1" in n], "level 'layer' of 3 layers"),
     "negative squares": (lambda tensors, info: tensors[GRAM].neg_(), "'layer.1.mlp' holds no Gram"),
-    "more layers than memory holds": (
-        lambda tensors, info: info.update(num_layers=10**10),
-        "does not hold level 'layer' of 10000000000 layers",
-    ),
+    "more layers than memory holds": (lambda tensors, info: info.update(num_layers=10**10), "of 10000000000 layers"),
     "not semidefinite": (
         lambda tensors, info: tensors[GRAM][0].copy_(torch.tensor([[1.0, 3, 0], [3, 1, 0], [0, 0, 1]])),
         "'layer.1.mlp' holds no Gram",
@@ -114,14 +105,8 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "too large": (lambda tensors, info: tensors[GRAM][0, 1, 1].fill_(1e308), "'layer.1.mlp' holds no Gram"),
     "too small": (lambda tensors, info: tensors[GRAM][0].mul_(1e-200), "'layer.1.mlp' holds no Gram"),
     "more tokens than a prompt may have": (lambda tensors, info: tensors["tokens"].fill_(2**62), "'tokens' does not"),
-    "two models of one name": (
-        lambda tensors, info: info["models"].__setitem__(1, info["models"][0]),
-        "it has one name for two models",
-    ),
-    "an expert with the base model's name": (
-        lambda tensors, info: info.update(base_model=info["models"][0]),
-        "it has one name for two models",
-    ),
+    "two models of one name": (lambda own, info: info["models"].__setitem__(1, info["models"][0]), "one name for two"),
+    "an expert with the base model's name": (lambda own, info: info.update(base_model=info["models"][0]), "one name"),
     "an unknown level": (lambda tensors, info: info["levels"].append("tensor"), "does not hold level 'tensor'"),
 }
 

@@ -1,6 +1,7 @@
 """Which merging weights every tensor takes, against the table made by hand."""
 
 import functools
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from conftest import MakeFamily
 from safetensors.torch import load_file, save_file
 from support import families, reference
+from support.copies import edit_tensors
 from support.families import EVERY
 from support.rounding import IN_FLOAT64, weight_rounding
 from support.synthetic import random_alpha, solutions
@@ -73,3 +75,23 @@ def test_an_expert_whose_change_no_input_excites_takes_its_branchs_weight(
     merged = families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged")
     # The one expert changes a column by 1 and the weights are off by their rounding.
     assert torch.allclose(load_file(merged / "model.safetensors")[key], expected, rtol=0, atol=weight_rounding())
+
+
+def test_a_norm_whose_expert_changes_no_map_of_the_branch_gets_the_layers_mean(
+    make_family: MakeFamily, tmp_path: Path
+) -> None:
+    family, key = make_family("llama", experts=2, records=3), "model.layers.1.post_attention_layernorm.weight"
+    base, others = (load_file(folder / "model.safetensors") for folder in family.folders[:2])
+    edit_tensors(family.experts[0], lambda own: own.update({name: base[name] for name in own if ".mlp." in name}))
+    alpha = reference.solve(reference.deltas(family.models(), family.token_ids(), "linear", reference.SPLITS["llama"]))
+    names = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
+    means = [
+        statistics.fmean(float(alpha[f"layer.1.{branch}.{name}_proj"][expert]) for name in names[branch])
+        for expert, branch in enumerate(["self_attn", "mlp"])
+    ]
+    merged = load_file(
+        families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged") / "model.safetensors"
+    )
+    experts = [others[key], load_file(family.experts[1] / "model.safetensors")[key]]
+    expected = base[key] + sum(mean * (own - base[key]) for mean, own in zip(means, experts, strict=True))
+    assert torch.allclose(merged[key], expected, rtol=0, atol=weight_rounding())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+# A pickled file of torch's format before 1.6, which is no archive
 AS_BEFORE: dict[str, Any] = {"_use_new_zipfile_serialization": False}
 
 
@@ -27,11 +28,6 @@ def pickled(source: Path, folder: Path, **options: Any) -> Path:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **options)
     (folder / "model.safetensors").unlink()
     return folder
-
-
-def pickled_as_before(source: Path, folder: Path) -> Path:
-    """A copy in one pickled file of torch's format before 1.6, which is no archive."""
-    return pickled(source, folder, **AS_BEFORE)
 
 
 def pickled_shards(source: Path, folder: Path) -> Path:

@@ -48,13 +48,6 @@ def save_random(config: transformers.PretrainedConfig, folder: Path, model: str 
     return folder
 
 
-def with_expert(family: Family, expert: Path | str) -> dict[str, Any]:
-    """A recipe whose second expert is another model."""
-    recipe = families.recipe(family, experts=[0, 1])
-    recipe["models"][1]["model"] = str(expert)
-    return recipe
-
-
 def with_data(family: Family, calibration: Any, **parameters: Any) -> dict[str, Any]:
     """A recipe whose first expert has other data."""
     recipe = families.recipe(family, experts=[0, 1], **parameters)
@@ -79,6 +72,13 @@ def swap_ids(folder: Path) -> None:
     tokens = content["model"]["vocab"]
     tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
     file.write_text(json.dumps(content))
+
+
+def add_tokens(folder: Path, *tokens: str, special: bool = False) -> None:
+    """Give a model's tokenizer more tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([*tokens], special_tokens=special)
+    tokenizer.save_pretrained(folder)
 
 
 CHATML = (

@@ -33,7 +33,7 @@ from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.featcal.merge import FeatureMerge, SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
-from mergekit_slta.layers.trace import of_each_layer, tail_problem, trace, trace_model
+from mergekit_slta.layers.trace import of_each_layer, tail_problem, trace
 from mergekit_slta.models import headers
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.layout import Layout
@@ -323,7 +323,7 @@ def traced(kind: Any) -> Decoder:
     """The decoder of a class of Llama models, without weights."""
     with torch.device("meta"):
         model = kind(config_of("llama")).eval()
-    return trace_model(model)
+    return trace(model.config, built=model)
 
 
 @dataclass(frozen=True)
@@ -555,7 +555,7 @@ def feature_merge(
     arguments = {"ridge": 0.1, "head": head, "token_weights": weights} | arguments
     with batches_of(batch_tokens):
         merge = FeatureMerge(decoder, models, tasks, Ranks(), anchor, partial=partial, **arguments)
-        partial.write(None, loop.pass_layers(merge, partial=partial))
+        partial.write(len(decoder), loop.pass_layers(merge, partial=partial))
     return SolvedModel(decoder, partial, own_layout(decoder))
 
 
@@ -592,7 +592,7 @@ def after_layer(last: int) -> Iterator[None]:
     """Within it, a run ends when it has finished a layer."""
     original = Partial.write
 
-    def write(partial: Partial, layer: int | None, tensors: dict[str, torch.Tensor]) -> None:
+    def write(partial: Partial, layer: int, tensors: dict[str, torch.Tensor]) -> None:
         original(partial, layer, tensors)
         if layer == last:
             raise Interrupted
@@ -603,7 +603,7 @@ def after_layer(last: int) -> Iterator[None]:
 
 def solved_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor in the folder of a finished feature merge, by the model's names."""
-    files = [*sorted(folder.glob("layer-*")), folder / "edges.safetensors"]
+    files = sorted(folder.glob("layer-*"))
     found = {name: tensor for file in files for name, tensor in load_file(file).items()}
     return {name: tensor for name, tensor in found.items() if not name.startswith("error.")}
 

@@ -199,7 +199,8 @@ def held_by_tasks(bases: Sequence[Tensor], experts: Sequence[Sequence[Tensor]]) 
 def penalties(energy: Tensor) -> Tensor:
     """The ridge's weight per input dimension, [in], from the summed squares of that dimension's inputs, [in]."""
     if energy.mean() > 10 * energy.median():
-        return energy
+        held = torch.where(energy > 0, energy.clamp(min=energy.median() / 100), energy)
+        return held * energy.sum() / held.sum()
     return energy.mean().expand_as(energy)
 
 
