@@ -155,7 +155,7 @@ def ask(
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
         (
             sum(answer.cut for answer in answers) - thoughts,
-            f"are cut off after {max_new_tokens} tokens (in a measured merge, a limit of 128 did no harm)",
+            f"are cut off after {max_new_tokens} tokens",
         ),
         (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):
@@ -172,13 +172,17 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
         raise SltaError("PROMPTS replaces the package's prompts, from which topics choose: give only one of the two.")
     records, numbers = source.records, range(len(source.records))
     asked, unfit, ignored = list[_Prompt](), list[str](), set[str]()
+    is_chat = has_chat_template(source.tokenizer)
     for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:
         where, tools = f"row {number + 1}", records[number].get("tools")
         if len(asked) == samples:
             break
         try:
-            record = {"messages": _turns(records[number], where)} | ({"tools": tools} if tools else {})
-            prompt = _Prompt(record, *source.asked(record, where))
+            record = {"messages": _turns(records[number], where, is_chat)} | ({"tools": tools} if tools else {})
+            answer = records[number].get("completion") or records[number].get("response")
+            around = str(record["messages"][-1]["content"])[-1:], str(answer)[:1]
+            apart = not any(map(str.isspace, around))  # as ``calibration`` reads them
+            prompt = _Prompt(record, *source.asked(record, where, apart))
             if len(prompt.ids) > longest:
                 raise UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens (--max-new-tokens).")
             asked.append(prompt)
@@ -198,8 +202,8 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     return asked
 
 
-def _turns(record: Record, where: str) -> Turns:
-    """A record as a conversation that ends before the answer."""
+def _turns(record: Record, where: str, is_chat: bool) -> Turns:
+    """A record as a conversation that ends before the answer; where no chat is made of it, with its blanks."""
     for fields in PROMPT_FIELDS:
         values = [record[field] for field in fields if not is_blank(record.get(field))]
         if values and (fields[0] in CHAT_FIELDS or is_turns(decoded(values[0]))):
@@ -209,7 +213,8 @@ def _turns(record: Record, where: str) -> Turns:
             if turns:
                 return with_system(turns, record)
         elif values and not any(isinstance(value, (list, dict)) for value in values):
-            return with_system([{"role": "user", "content": "\n".join(str(value).strip() for value in values)}], record)
+            text = "\n".join(str(value).strip() if is_chat else str(value) for value in values)
+            return with_system([{"role": "user", "content": text}], record)
     raise UnfitRecord(
         f"{where} has no prompt: its fields are {listed(map(str, record)) or 'none'}; name one of them 'prompt'."
     )
@@ -238,7 +243,8 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
     with reading(checkpoint, "cannot be loaded"):
         trusted, folder = experiment.options.trust_remote_code, checkpoint.folder  # where an adapter is merged
         model: Any = loader.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
-    use_few_queries(model)
+    if model.config.get_text_config()._attn_implementation == "eager":
+        use_few_queries(model)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     own, tokenizer = model.generation_config.eos_token_id, source.tokenizer
@@ -323,7 +329,8 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
     forms: list[dict[str, Any]] = [pair, pair | {"completion": text + stop}]
     if has_chat_template(source.tokenizer):
         turns = [*prompt.record["messages"], {"role": "assistant", "content": text}]
-        forms = [prompt.record | {"messages": turns}, pair | {"text": prompt.text + text + stop}]
+        forms = [prompt.record | {"messages": turns}]
+    forms.append(pair | {"text": prompt.text + text + stop})
 
     def fit(form: dict[str, Any]) -> tuple[int, int]:
         """How many tokens are the same, and below zero how many are added to an answer that has no end."""

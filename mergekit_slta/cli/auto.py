@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+from mergekit.common import ModelPath, ModelReference
 from pydantic import TypeAdapter
 
 from mergekit_slta import __version__, files
@@ -25,6 +26,8 @@ from mergekit_slta.checks.examine import examine, none_to_evaluate
 from mergekit_slta.checks.space import asking, needs
 from mergekit_slta.errors import MachineError, SltaError, as_note, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, interval, lead, own_model
+from mergekit_slta.evaluation.scores import lacking
+from mergekit_slta.models.headers import open_model
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
 from mergekit_slta.recipe.recipe import Recipe
@@ -122,7 +125,10 @@ class Plan:
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
         try:
-            out = self.merges[MERGE].output
+            named = [name for task in experiment.recipe.tasks for name in (task.calibration, task.evaluation)]
+            merge, scores = self.merges[MERGE], self.scores  # of the recipe's sources, which may be others than these
+            self.merges[MERGE] = merge._replace(inputs=[*merge.inputs, *named])
+            self.scores, out = scores._replace(inputs=[*scores.inputs, *named]), merge.output
             self.notes = examine(experiment, out_path=out, unwritten=unwritten, downloading=not dry_run)
             alike = sorted(self.merges.keys() & experiment.recipe.names.values())
             refuse(
@@ -232,14 +238,25 @@ class Run:
         for name, step in plan.merges.items() if not scored else ():
             try:
                 self.take(step)
+                if name != MERGE:
+                    reference = ModelReference(model=ModelPath(path=str(step.output)))
+                    refuse(lacking(open_model(reference, "--trust-remote-code" in plan.options)))
             except Exception as error:
                 if name == MERGE:
                     raise
+                self._marks.pop(str(step.output), None)
                 self.say(
                     f"{name} failed and is left out ({one_line(error)}). To try again, delete {plan.scores.output}."
                 )
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
         judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
+        ours, theirs = (Recipe.load(plan.recipes[name].output).config for name in (MERGE, judged.best))
+        if any(
+            getattr(ours, key) != getattr(theirs, key) for key in ("tokenizer", "tokenizer_source", "chat_template")
+        ):
+            file = plan.recipes[judged.best].output
+            said = f"{file} sets another tokenizer or chat template than that of {MERGE}: edit it, and run auto again."
+            judged = judged._replace(lines=[*judged.lines[:-1], said, judged.lines[-1]])
         for name, step in plan.merges.items():
             if not keep and name not in (MERGE, judged.best) and step.output.exists():
                 self._marks.pop(str(step.output), None)  # half of it may stay

@@ -171,10 +171,10 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
 def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: bool, **options: Any) -> None:
     """Have MODEL answer prompts, and write prompts and answers to FILE, which a recipe names as `calibration`.
 
-    PROMPTS is a file or dataset in one of the forms that `calibration` takes; answers in it are ignored. By default,
-    MODEL answers general prompts that come with the package. Write an adapter after its base model, BASE+ADAPTER. The
-    whole model is loaded into memory. After an interruption, the same command resumes. --prompts-only needs no MODEL:
-    it writes the prompts for another program to answer.
+    PROMPTS is a file or dataset in one of the forms that `calibration` takes; answers in it are ignored, but a row with
+    `text` alone is asked whole. By default, MODEL answers general prompts that come with the package. Write an adapter
+    after its base model, BASE+ADAPTER. The whole model is loaded into memory. After an interruption, the same command
+    resumes. --prompts-only needs no MODEL: it writes the prompts for another program to answer.
     """
     if prompts_only and model:
         raise SltaError("--prompts-only writes the package's prompts without a model: leave MODEL out.")
@@ -303,12 +303,14 @@ def solve(
         disable_progress_bars()
     measured = Statistics.load(stats, transformers_cache)
     all_models = measured.info.models
-    chosen = measured if models is None else measured.select(*map(str.strip, models.split(",")))
+    chosen, of_merge = _of_merge(stats, measured)
+    if models is not None:
+        chosen = measured.select(*map(str.strip, models.split(",")))
     names = known_names(chosen.info.models, all_models)
     weights: dict[str, Any] = dict(_assignment(entry, names, "--task-weight") for entry in task_weights)
     arguments = ("level", "balance", "ridge", "samples", "keep_weight")
     chosen_arguments = {name: value for name in arguments if (value := options.pop(name)) is not None}
-    solution = chosen.solve(task_weights=weights, **(_arguments_of_merge(stats) | chosen_arguments))
+    solution = chosen.solve(task_weights=weights, **(of_merge | chosen_arguments))
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
     if json_file != "-":
         click.echo(solution)
@@ -419,7 +421,8 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     from mergekit_slta.slta.statistics import Statistics
 
     torch.set_num_threads(1)  # fastest for many tiny matrices
-    page = report_page(Statistics.load(stats, transformers_cache).solve(**_arguments_of_merge(stats)))
+    merged, arguments = _of_merge(stats, Statistics.load(stats, transformers_cache))
+    page = report_page(merged.solve(**arguments))
     path = page.write(folder, "report.html")
     click.echo(f"{printable(page.verdict[0])}\n\n{path} written")
 
@@ -500,15 +503,18 @@ def publish(out: Path, repository: str, **options: bool) -> Result:
 # From the command line to what the package takes
 
 
-def _arguments_of_merge(stats: str) -> dict[str, Any]:
-    """The arguments of ``Statistics.solve`` that a merge in a folder was made with; none for a statistics file."""
-    recipe = Path(stats).expanduser() / files.RECIPE_OF_MERGE
-    if not recipe.is_file():
-        return {}
+def _of_merge(stats: str, measured: Any) -> tuple[Any, dict[str, Any]]:
+    """The statistics of the experts of a merge in a folder, and the arguments of ``solve``; of a file all, and none."""
+    file = Path(stats).expanduser() / files.RECIPE_OF_MERGE
+    if not file.is_file():
+        return measured, {}
     from mergekit_slta.recipe.recipe import Recipe  # which imports transformers
     from mergekit_slta.slta.measure import solve_arguments
 
-    return solve_arguments(Recipe.load(recipe))
+    recipe = Recipe.load(file)
+    _, *names = recipe.names.values()
+    merged = measured.select(*names) if {*names} < {*measured.info.models} else measured
+    return merged, solve_arguments(recipe)
 
 
 def _assignment(entry: str, names: Mapping[str, str], option: str) -> tuple[str, str]:

@@ -242,13 +242,14 @@ class CalibrationSource:
         how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": asks, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(turns, tools, **how, **switches))
 
-    def asked(self, record: Record, where: object) -> tuple[str, tuple[int, ...]]:
+    def asked(self, record: Record, where: object, apart: bool = True) -> tuple[str, tuple[int, ...]]:
         """A record of ``messages`` as a model is given it that is to answer: its text, and the text's token ids.
 
-        Without a chat template it is the contents of the turns, a line each. An UnfitRecord if the template refuses it.
+        Without a chat template it is the contents of the turns, a line each, the last one's ended if the answer is to
+        stand ``apart``. An UnfitRecord if the template refuses it.
         """
         is_chat, as_chat = has_chat_template(self.tokenizer), partial(self._render_chat, asks=True)
-        render = as_chat if is_chat else lambda turns, **_: "".join(f"{turn['content']}\n" for turn in turns)
+        render = as_chat if is_chat else lambda turns, **_: "\n".join(turn["content"] for turn in turns) + "\n" * apart
         text = record_text(record, "", where=where, render_chat=render).text
         ids, _ = self._encode(Text(text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]

@@ -16,13 +16,12 @@ from typing import Any, Unpack
 import click
 from mergekit.common import ModelPath, ModelReference
 from mergekit.io.tasks import LoaderCache
-from transformers import PreTrainedTokenizerBase
 
 from mergekit_slta import files
-from mergekit_slta.data.sources import CalibrationData, is_dataset, source_key, source_name
+from mergekit_slta.data.sources import CalibrationData, end_of_turn, is_dataset, source_key, source_name
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse, whole_number
-from mergekit_slta.evaluation.scores import Group, Sample, Score, score_model, scoring_bytes
+from mergekit_slta.evaluation.scores import Group, Sample, Score, lacking, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -52,7 +51,7 @@ class TaskScore:
     # not; and the reverse.
     lost: int
     gained: int
-    ended: float | None  # of the answers that a special token ends, the share after which this model ends, too
+    ended: float | None  # of the answers that an end token of any model ends, the share after which this one ends, too
     token_accuracy: float  # the share of the answers' tokens that are the likeliest, with the answer's own before them
     # The share of the expert's gain in likelihood over the base model that this model keeps; on the base model's task
     # that of its lead over the experts' mean.
@@ -68,7 +67,7 @@ class TaskComparison:
     prompts: int  # that are held out
     answers: int  # of them, those with a known answer; of the others all tokens are predicted
     short_answers: int  # of at most ``SHORT_ANSWER`` tokens; on the base model's own task, those that it gives
-    ended_answers: int  # with a special token after them
+    ended_answers: int  # with an end token after them
     tokens: int  # that were predicted
     scores: dict[str, TaskScore]  # by the models' names
     # By them, a number for each prompt that counts: the mean is the accuracy, or of few answers the token accuracy.
@@ -257,7 +256,8 @@ def evaluate(
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
     recipes = _calibrated(experiment, given, folders)
     held_out = {title: experiment.held_out(task, samples, recipes) for title, task in tasks.items()}
-    groups = {title: group for title, data in held_out.items() if (group := _samples_of(data))}
+    ends = _end_tokens(experiment)
+    groups = {title: group for title, data in held_out.items() if (group := _samples_of(data, ends))}
     experiment.sources.clear()
     if not groups:
         raise SltaError(f"There is no prompt to evaluate on, because calibration uses all. {MORE} and merge again.")
@@ -266,7 +266,9 @@ def evaluate(
     merges = [folder.name for folder in folders]
     if len({*merges, *taken}) < len(merges) + len(taken) or any(name.startswith(own_model("")) for name in merges):
         merges = [str(folder) for folder in folders]
-    results = [Checkpoint(experiment.model(ModelReference(model=ModelPath(path=str(folder))))) for folder in folders]
+    opened_merges = [experiment.model(ModelReference(model=ModelPath(path=str(folder)))) for folder in folders]
+    refuse(clause for model in opened_merges for clause in lacking(model))
+    results = [*map(Checkpoint, opened_merges)]
     models = dict(zip([*names, *merges], [*experiment.checkpoints, *results], strict=True))
     used = {token for group in groups.values() for sample in group for token in sample.token_ids}
     moved = experiment.other_tokens(*(model.reference for model in models.values()), used=used)
@@ -282,7 +284,7 @@ def evaluate(
     compared = dict[str, TaskComparison]()
     for (title, group), *by_all in zip(groups.items(), *scores, strict=True):
         by_model, own = dict(zip(models, by_all, strict=True)), experiment.recipe.names[tasks[title].reference]
-        of_task, data = _task(title, own, group, by_model, experiment.samples_tokenizer), held_out[title]
+        of_task, data = _task(title, own, group, by_model, ends), held_out[title]
         compared[title] = replace(of_task, source=source_name(data.source), sha256=data.sha256)
     comparison = Comparison(compared, tuple(title for title in tasks if title not in groups))
     for result in results:
@@ -358,11 +360,23 @@ def _changed_sources(
                     yield task.calibration
 
 
-def _samples_of(data: CalibrationData) -> Group:
+def _end_tokens(experiment: Experiment) -> set[int]:
+    """The ids of the tokens at which the base model or an expert ends, by their tokenizers."""
+    ends, ids = set[str | None](), experiment.samples_tokenizer.get_vocab()
+    for reference in experiment.recipe.references:
+        with contextlib.suppress(SltaError):  # some folders lack a tokenizer
+            tokenizer = experiment.tokenizer(reference)
+            ends |= {tokenizer.eos_token, end_of_turn(tokenizer)}
+    return {ids[token] for token in ends if token in ids}
+
+
+def _samples_of(data: CalibrationData, ends: Collection[int]) -> Group:
     """A task's held-out records, to predict their answers as far as they are in the row, or all tokens without one."""
     group = list[Sample]()
     for row, answer in zip(data.token_ids, data.answers, strict=True):
         begin, end = answer or (1, len(row))
+        if answer and end - begin > 1 and end <= len(row) and row[end - 1] in ends:
+            end -= 1  # where ``ask`` has written it into the answer
         if len(row) > 1:  # otherwise nothing can be predicted
             known = answer is not None
             group.append(Sample(row, begin, min(end, len(row)), known, known and end <= len(row)))
@@ -370,15 +384,14 @@ def _samples_of(data: CalibrationData) -> Group:
 
 
 def _task(
-    title: str, model: str, group: Group, scores: Mapping[str, Sequence[Score]], tokenizer: PreTrainedTokenizerBase
+    title: str, model: str, group: Group, scores: Mapping[str, Sequence[Score]], end_tokens: Collection[int]
 ) -> TaskComparison:
     """A task's comparison, from the scores of its records by every model."""
     tokens = sum(sample.length for sample in group)
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     losses = {name: sum(score.loss for score in of_records) / tokens for name, of_records in scores.items()}
     worse, better = _limits(title, losses)
     short = {index for index, sample in enumerate(group) if sample.whole and sample.length <= SHORT_ANSWER}
-    ends = {index: sample.end_token for index, sample in enumerate(group) if sample.end_token in special}
+    ended = [index for index, sample in enumerate(group) if sample.end_token in end_tokens]
     right = {name: [*map(Score.right, of_records, group)] for name, of_records in scores.items()}
     exact = {name: {index for index in short if right[name][index] == group[index].length} for name in scores}
     exact_by_teacher = exact[own_model(title)]
@@ -394,7 +407,7 @@ def _task(
             high,
             len(exact_by_teacher - exact[name]),
             len(exact[name] - exact_by_teacher),
-            _mean(float(scores[name][index].likeliest[-1] == token) for index, token in ends.items()),
+            _mean(float(scores[name][index].likeliest[-1] in end_tokens) for index in ended),
             sum(right[name]) / tokens,
             (worse - losses[name]) / (worse - better) if worse > better else None,
             losses[name],
@@ -407,7 +420,7 @@ def _task(
         else [count * len(group) / tokens for count in counts]
         for name, counts in right.items()
     }
-    return TaskComparison(model, len(group), answers, len(short), len(ends), tokens, results, points)
+    return TaskComparison(model, len(group), answers, len(short), len(ended), tokens, results, points)
 
 
 def _limits(title: str, losses: Mapping[str, float]) -> tuple[float, float]:

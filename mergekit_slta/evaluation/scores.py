@@ -18,6 +18,9 @@ from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.models.checkpoint import Checkpoint, Tensors
+from mergekit_slta.models.headers import Model
+from mergekit_slta.models.layout import language_names
+from mergekit_slta.words import listed
 
 # Positions whose logits are in memory at once: with a large vocabulary they outgrow everything else.
 LOGIT_POSITIONS = 1024
@@ -55,6 +58,13 @@ class Score(NamedTuple):
 
 
 Group = Sequence[Sample]
+
+
+def lacking(model: Model) -> Iterator[str]:
+    """A sentence if a model lacks tensors of its language model, so that it cannot be scored."""
+    names = language_names(model.built) & {*dict(model.built.named_parameters())} if model.built else ()
+    if lost := sorted(name for name in names if name not in model.layout(model.built)):
+        yield f"{model} lacks {listed(lost)}, as some mixtures do after mergekit's own methods: it cannot be scored."
 
 
 def score_model(
@@ -133,7 +143,8 @@ class _Scoring(LayerMethod[dict[int, Score]]):
         tokens, several = torch.nn.functional.pad(wanted, (0, rest)).view(-1, width), LOGIT_POSITIONS // width
         for rows, ids in zip(states.split(several), tokens.to(states.device).split(several), strict=True):
             predicted = logits(self.decoder, rows, edges).flatten(0, 1).float()
-            losses.append(torch.nn.functional.cross_entropy(predicted, ids.flatten(), reduction="none").cpu().double())
+            lost = torch.nn.functional.cross_entropy(predicted, ids.flatten(), reduction="none").cpu().double()
+            losses.append(lost.nan_to_num(1e6, 1e6))  # of logits that are not finite
             likeliest.append(predicted.argmax(-1).cpu())
             del predicted  # before the next are made beside them
         parts = (

@@ -18,10 +18,9 @@ from mergekit_slta.words import as_score, counted, enumerated
 
 ERRORS_MEANING = (
     "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
-    "is as large as that output, on average over the tokens of the task's prompts. A good merge is far below 1: the "
-    "quickstart's merge, which gives 0.92 of the answers where its experts give 0.99, is at 0.19 to 0.26. The merge "
-    "was fitted to these prompts: on others the distance is larger. The distance says little about accuracy: score the "
-    "merge with mergekit-slta evaluate."
+    "is as large as that output, on average over the tokens of the task's prompts. The merge was fitted to these "
+    "prompts: on others the distance is larger. It says little about accuracy: score the merge with mergekit-slta "
+    "evaluate."
 )
 
 

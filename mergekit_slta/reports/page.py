@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 from matplotlib.figure import Figure
@@ -15,8 +15,7 @@ from mergekit_slta.figures import drawn
 from mergekit_slta.tables import Table
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A picture and the numbers that it is drawn from."""
 
     name: str  # of the picture's file, without ``.png``
@@ -26,8 +25,7 @@ class Chart:
     table: Table  # of its numbers, which unfold below it
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """A page: its title, the sentences that it opens with, a table or charts, and facts about the measurement."""
 
     title: str

@@ -9,6 +9,7 @@ from unittest import mock
 
 import family
 import pytest
+from support.adapters import write_adapter
 from support.command import run
 from support.copies import edit_tensors
 from support.examining import edit_config
@@ -17,6 +18,7 @@ from support.rounding import IN_FLOAT64
 from mergekit_slta.cli import auto
 from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, Z, lead
+from mergekit_slta.recipe.new import new_recipe
 from mergekit_slta.words import as_score
 
 
@@ -26,7 +28,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> family.Family:
     return family.copy_shipped(Path("family"))
 
 
-def arguments(models: family.Family, *tasks: str, **experts: Path) -> list[object]:
+def arguments(models: family.Family, *tasks: str, **experts: object) -> list[object]:
     """The words of ``auto`` for some experts and their prompts; those of another folder by the task's name."""
     folders = [experts.get(task, models.experts[task]) for task in tasks]
     prompts = [word for task in tasks for word in ("--calibration", models.calibration[task])]
@@ -72,6 +74,27 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
     changed = {name for name, when in stamps(Path("out")).items() if made.get(name) != when}
     assert {"out/scores.json", "out/merged/featcal/model.safetensors", "out/merged/actmat"} <= changed
     assert "out/recipes/featcal.yml" not in changed  # an edit there would be lost
+
+
+def test_the_base_model_answers_and_takes_part_and_an_expert_may_be_an_adapter(
+    models: family.Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (models.base, models.experts["sums"]):
+        edit_config(folder, max_position_embeddings=1024)  # the package's prompts are longer than sums
+    adapter = write_adapter(models.base, Path("adapter"))
+    words = [*arguments(models, "sums", "strings", strings=f"{models.base}+{adapter}"), "--keep"]
+    words.remove("--no-keep-base")
+    said = run(*words).stdout
+    assert "of the base model" in said and "adapter" in said
+    recipe = Path("out/recipes/featcal.yml")
+    recipe.write_text(f"{recipe.read_text()}\nchat_template: chatml\n")
+    monkeypatch.setattr(auto, "verdict", lambda comparison, plan: auto.Verdict(["next"], "actmat"))
+    lines = run(*words).stdout.splitlines()
+    assert "out/recipes/actmat.yml sets another tokenizer or chat template than that of featcal" in lines[-2]
+    answers = Path("out/answers/base-answers.jsonl")
+    assert len(answers.read_text().splitlines()) > 30
+    made = json.loads(Path("out/merged/featcal/mergekit-slta/merge.json").read_text())
+    assert [task["model"] for task in made["tasks"]][-1].endswith("base")
 
 
 def test_a_recipe_that_is_replaced_is_kept_with_its_edits(models: family.Family) -> None:
@@ -143,11 +166,9 @@ def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> No
 
 
 def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mergekit_slta.host.methods import ActmatMerge
-
-    monkeypatch.setattr(ActmatMerge, "prepare", mock.Mock(side_effect=RuntimeError("out of luck")))
+    monkeypatch.setattr(auto, "lacking", lambda model: ["out of luck."] * (model.folder.name == "actmat"))
     result = run(*arguments(models, "sums", "strings"))
-    assert "actmat failed and is left out (RuntimeError: out of luck)" in result.stderr
+    assert "actmat failed and is left out (SltaError: out of luck)" in result.stderr
     assert "better than task_arithmetic-0.5, the best of the others" in result.stdout
 
 
@@ -193,6 +214,21 @@ def test_a_refusal_that_asks_for_a_parameter_is_met_in_the_recipe_that_is_there(
     edited = recipe.read_text()
     assert "none.jsonl' does not exist" in run(*wrong, code=1).stderr and recipe.read_text() == edited
     assert "short answers of sums" in run(*words).stdout
+
+
+def test_a_file_that_only_the_edited_recipe_names_decides_whether_a_step_is_done(models: family.Family) -> None:
+    names = [str(models.experts[task]) for task in ("sums", "strings")]
+    prompts = [str(models.calibration[task]) for task in ("sums", "strings")]
+    plan, test = auto.Plan(str(models.base), names, Path("out"), prompts, keep_base=False), Path("test.jsonl")
+    shutil.copy(prompts[0], test)
+    recipe, line = plan.recipes["featcal"].output, f'calibration: "{prompts[0]}"'
+    recipe.parent.mkdir(parents=True)
+    text = new_recipe(plan.base, names, calibration=prompts)
+    recipe.write_text(text.replace(line, f"{line}\n      evaluation: {test}"))
+    plan.checked({}, written=True)
+    marks = [step.mark for step in (plan.merges["featcal"], plan.scores)]
+    test.write_text(test.read_text() * 2)
+    assert not {step.mark for step in (plan.merges["featcal"], plan.scores)} & {*marks}
 
 
 def test_a_misspelt_model_leaves_a_folder_that_the_right_name_takes(models: family.Family) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,8 @@ from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskSc
 from mergekit_slta.models.hub import asking
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def fail(*arguments: object, **options: object) -> None:
-        raise error
-
-    return fail
-
-
 def test_a_fault_of_the_recipe_outweighs_one_of_the_machine() -> None:
-    machine, recipe = raising(MachineError("The disk is full.")), raising(SltaError("There is no expert."))
+    machine, recipe = (mock.Mock(side_effect=kind("Something is wrong.")) for kind in (MachineError, SltaError))
     for calls, kind in (([machine, machine], MachineError), ([machine, recipe], SltaError)):
         with pytest.raises(SltaError) as caught:
             all_of(calls)
@@ -68,7 +60,7 @@ def test_a_disk_that_a_download_fills_is_no_fault_of_the_model(block: AbstractCo
 def test_a_lack_of_room_for_a_dataset_is_no_fault_of_the_dataset(
     error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("datasets.load_dataset", raising(error))
+    monkeypatch.setattr("datasets.load_dataset", mock.Mock(side_effect=error))
     with pytest.raises(SltaError) as caught, files_named():
         _ = source_of(f"hf:{tmp_path}", mock.Mock()).records
     assert caught.value.exit_code == code
@@ -104,7 +96,7 @@ def test_after_an_interruption_the_user_knows_what_the_same_command_does(
     monkeypatch.chdir(tmp_path)
     Path("OUT").mkdir()
     names = {"RECIPE": write_recipe(llama), "SFTM": write_recipe(llama, "sftm", calibration=False, name="sftm.yml")}
-    monkeypatch.setattr(place, raising(KeyboardInterrupt()))
+    monkeypatch.setattr(place, mock.Mock(side_effect=KeyboardInterrupt))
     found = run(*(names.get(argument, argument) for argument in arguments), code=commands.INTERRUPTED).stderr
     assert f"Interrupted: the same command {said}" in found
 

@@ -14,6 +14,7 @@ from conftest import MakeFamily
 from evaluation.test_scores import reference
 from support import families
 from support.calibration_samples import BOS, EOS, spelled, write_jsonl, write_scripted
+from support.copies import edit_tensors
 from support.examining import swap_ids
 from support.families import Family
 from support.rounding import IN_FLOAT64, state_rounding
@@ -158,6 +159,22 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(
     assert {name: task.scores[name].token_accuracy for name in letters} == {
         name: count / 48 for name, count in letters.items()
     }
+
+
+def test_a_model_ends_with_the_end_token_of_any_model(tmp_path: Path) -> None:
+    """Base and fine-tune often have different ones; `ask` writes them into an answer whose tokenizer adds none."""
+    base, expert = (
+        write_scripted(tmp_path / name, [BOS, *spelled("xx\nyes"), *end, EOS], None)
+        for name, end in (("base", []), ("expert", spelled(".")))
+    )
+    tokenizer = AutoTokenizer.from_pretrained(expert)
+    tokenizer.eos_token = "."
+    tokenizer.save_pretrained(expert)
+    rows = [{"prompt": 2 * letter, "completion": f"yes{'</s>' * (letter < 'd')}"} for letter in "abcdef"]
+    source = write_jsonl(tmp_path / "a.jsonl", rows)
+    task = evaluate(families.recipe_of(base, {str(expert): source}, samples=1), base, quiet=True).tasks["expert"]
+    assert task.ended_answers == task.short_answers == task.prompts > 3
+    assert {(score.accuracy, score.ended) for score in task.scores.values()} == {(1.0, 1.0)}
 
 
 def test_an_answer_of_the_second_token_is_known(tmp_path: Path) -> None:
@@ -424,9 +441,11 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
 def test_no_folder_no_records_and_models_of_other_tokens_are_refused(paired: Family, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(families.config_of("llama", vocab_size=4)).save_pretrained(tmp_path)
     swap_ids(shutil.copytree(paired.base, tmp_path / "other"))
+    edit_tensors(Path(shutil.copytree(paired.base, tmp_path / "part")), lambda own: own.pop("model.norm.weight"))
     for merged, why in (
         ([], "'merged' names no model"),
         ([tmp_path], "has only 4 tokens"),
+        ([tmp_path / "part"], "part lacks model.norm.weight, as some mixtures do"),
         ([tmp_path / "other"], "tokenizers of .*other and the base .* different ids for 2 tokens"),
     ):
         with pytest.raises(SltaError, match=why):

@@ -103,6 +103,28 @@ def test_stock_mergekit_merges_every_tensor_by_the_methods_formula(method: str, 
     assert wrong_tensors(floats, wanted, floats) == []
 
 
+def test_a_filter_gives_some_tensors_another_value(llama: Family, tmp_path: Path) -> None:
+    filters: dict[str, Any] = {"lambda": [{"filter": "mlp", "value": 0.5}, {"value": 1.0}]}
+    out = families.merge(families.recipe(llama, "actmat", calibration=False, **filters), tmp_path / "out")
+    merged, base, *experts = map(stored, (out, *llama.folders))
+
+    def wanted(name: str) -> torch.Tensor:
+        scale, own = 0.5 if ".mlp." in name else 1.0, [expert[name] for expert in experts]
+        return actmat_reference.merged_tensor(role_by_name(name), base[name], own, ridge=0.03, scale=scale)
+
+    assert wrong_tensors(merged, wanted, merged) == []
+
+
+@pytest.mark.parametrize("method", ["slta", "featcal", "actmat", "sftm"])
+def test_a_merge_in_float32_is_rounded_once(method: str, llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, method, calibration=method in ("slta", "featcal")) | {"dtype": "float32"}
+    wide, narrow = (
+        stored(families.merge(content | {"out_dtype": name}, tmp_path / name)) for name in ("float32", "bfloat16")
+    )
+    assert {name: tensor.bfloat16() for name, tensor in wide.items()}.keys() == narrow.keys()
+    assert all(torch.equal(tensor.bfloat16(), narrow[name]) for name, tensor in wide.items())
+
+
 @pytest.mark.parametrize(
     ("name", "role"), [("gpt_oss", Role.TRANSPOSED), ("llama4", Role.TRANSPOSED), ("qwen3_moe", Role.LINEAR)]
 )

@@ -6,6 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import mergekit.card
 import mergekit.merge
@@ -27,11 +28,7 @@ def test_a_folder_named_without_a_dot_is_a_folder(
     method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a network, mergekit would fail when it writes the card, after the weights and before the tokenizer."""
-
-    def refuse(*arguments: Any, **more: Any) -> bool:
-        raise OSError("no network")
-
-    monkeypatch.setattr(mergekit.card.huggingface_hub, "repo_exists", refuse)
+    monkeypatch.setattr(mergekit.card.huggingface_hub, "repo_exists", mock.Mock(side_effect=OSError("no network")))
     monkeypatch.chdir(tmp_path)
     names = ["base", "models/math", "code", "models/law"]
     for source, name in zip(llama.folders, names, strict=True):

@@ -1,5 +1,6 @@
 """A merge from the check to the end: everything once, and nothing of another merge."""
 
+import json
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from support.merging import State, same_tensors, stored
 
 from mergekit_slta.engine.ranks import joined
 from mergekit_slta.errors import SltaError
-from mergekit_slta.files import PARTIAL_OF_MERGE, STATISTICS_OF_MERGE
+from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE, STATISTICS_OF_MERGE
 from mergekit_slta.host import run
 from mergekit_slta.host.merge import MergeOptions, merge
 from mergekit_slta.models.headers import WEIGHT_FILES, weight_map
@@ -181,8 +182,11 @@ def test_statistics_that_the_recipe_names_stay_as_they_are_in_the_output_too(lla
     families.merge(families.recipe(llama, samples=2), out)
     before = (out / STATISTICS_OF_MERGE).read_bytes()
     named = str(out / STATISTICS_OF_MERGE)
-    families.merge(families.recipe(llama, experts=[0, 1], samples=2, statistics=named), out)
+    content = families.recipe(llama, experts=[0, 1], samples=2, statistics=named)
+    families.write_recipe(families.merge(content, out) / RECIPE_OF_MERGE, content)
     assert (out / STATISTICS_OF_MERGE).read_bytes() == before
+    solved = json.loads(command.run("solve", out, "--json", "-").stdout)["alpha"]  # those that were merged
+    assert {len(weights) for weights in solved.values()} == {2}
 
 
 def test_a_merge_on_known_statistics_that_ends_early_is_unfinished(
