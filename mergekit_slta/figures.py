@@ -11,8 +11,7 @@ import io
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -58,8 +57,7 @@ STYLE: Any = {
 }
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A series: its name in the legend, and its points, where NaN leaves a gap."""
 
     label: str
@@ -67,16 +65,14 @@ class Line:
     y: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Lines that share their axes."""
 
     title: str
     lines: Sequence[Line]
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A heat map: values [rows, columns], NaN for missing ones. The names of columns are numbers."""
 
     title: str
@@ -85,8 +81,7 @@ class Matrix:
     columns: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Points:
+class Points(NamedTuple):
     """A series: its name in the legend, and in each group a value with its standard deviation."""
 
     label: str

@@ -97,18 +97,20 @@ def local_name(name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that a measurement depends on."""
+    """The versions of what a measurement depends on; of this package also the commit, for many have one version."""
     installed = {name: importlib.metadata.version(name) for name in ("mergekit", "torch", "transformers")}
-    return {"mergekit-slta": __version__, **installed}
+    return {"mergekit-slta": __version__, **installed, "commit": commit()}
 
 
 @functools.cache
 def commit() -> str:
-    """The commit that pip has installed this package from, or "clone" and what git says of a clone; else empty."""
+    """The commit that pip has installed this package from, or "clone" and what tells its states apart; else empty."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, OSError):
-        installed = json.loads(importlib.metadata.distribution("mergekit-slta").read_text("direct_url.json") or "{}")
+        distribution = importlib.metadata.distribution("mergekit-slta")
+        installed = json.loads(distribution.read_text("direct_url.json") or "{}")
         if installed.get("dir_info", {}).get("editable"):
             words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty"]
             return f"clone {subprocess.run([*words, '--exclude=*'], capture_output=True, text=True).stdout.strip()}"
-        return str(installed.get("vcs_info", {}).get("commit_id", ""))
+        copied = f"clone {digest(distribution.read_text('RECORD'))}" if installed else ""  # from a folder: all hashes
+        return str(installed.get("vcs_info", {}).get("commit_id", copied))
     return ""

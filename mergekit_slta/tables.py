@@ -53,8 +53,7 @@ class Paragraphs:
         parts = (printable(part, len(part)) if isinstance(part, str) else str(part) for part in self.parts())
         return "\n\n".join(parts)
 
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = __str__
 
 
 def as_json(content: object) -> str:

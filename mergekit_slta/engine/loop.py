@@ -155,7 +155,7 @@ def _does_not_fit(method: LayerMethod[Result], positions: int) -> SltaError:
 def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Partial | None, quiet: bool) -> Result:
     """The loop, with at most ``positions`` token positions at once."""
     decoder, ranks = method.decoder, method.ranks
-    finished: set[int | None] = set()
+    finished: set[int] = set()
     if partial is not None:
         finished = partial.finished(len(decoder))
         ranks.require_equal(len(finished), partial.folder)

@@ -39,8 +39,8 @@ class Partial:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # The system frees the lock when this process ends, however that happens.
-        self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False)
+        # The system frees the lock when this process ends; filelock's fallback, a file, would outlive a killed one.
+        self._lock = filelock.FileLock(folder / LOCK, timeout=0, thread_local=False, fallback_to_soft=False)
         # A merge makes the folder around it, too.
         self._made = [folder, folder.parent] if folder.match(files.PARTIAL_OF_MERGE) else [folder]
 
@@ -117,10 +117,10 @@ class Partial:
                 shutil.rmtree(self.folder, ignore_errors=True)
         _remove_empty(self._made[1:])
 
-    def finished(self, layers: int) -> set[int | None]:
-        """The layers, of so many, whose files can be read; None for the file of the output head."""
-        done = set[int | None]()
-        for layer in (*range(layers), None):
+    def finished(self, layers: int) -> set[int]:
+        """The layers, of so many, whose files can be read."""
+        done = set[int]()
+        for layer in range(layers):
             with contextlib.suppress(OSError, SafetensorError), safe_open(self.file(layer), "pt"):
                 done.add(layer)
         return done
@@ -128,14 +128,14 @@ class Partial:
     def load(self, layer: int) -> dict[str, torch.Tensor]:
         return load_file(self.file(layer))
 
-    def write(self, layer: int | None, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the ``file`` of a layer, which finishes it, or of the output head."""
+    def write(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the ``file`` of a layer, which finishes it."""
         with _written(self.file(layer)) as beside:
             save_file({name: tensor.cpu() for name, tensor in tensors.items()}, beside)
 
-    def file(self, layer: int | None) -> Path:
-        """The file of a layer; with None that of the output head, written last, and empty if none was solved."""
-        return self.folder / ("edges.safetensors" if layer is None else f"layer-{layer:04d}.safetensors")
+    def file(self, layer: int) -> Path:
+        """The file of a layer; the output head counts as the last one, and is empty if it was not solved."""
+        return self.folder / f"layer-{layer:04d}.safetensors"
 
 
 def require_finished(out: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -35,8 +35,7 @@ PREFIX_TOLERANCE = 1e-5
 Tasks = Sequence[Sequence[Sequence[int]]]
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Samples of one task that run together, right-padded to the longest."""
 
     task: int  # the index of the task that the samples come from
@@ -99,10 +98,10 @@ def padding_matters(decoder: Decoder, lengths: Collection[int]) -> bool:
     states to later layers, because the padding cannot be found in that.
     """
     ordered = sorted({max(length, 2) for length in lengths})  # one token alone shows no positions
-    if len(set(lengths)) < 2 or len(ordered) < 2:
-        return False
-    if decoder.form.state or not decoder.form.causal:
+    if len(set(lengths)) > 1 and (decoder.form.state or not decoder.form.causal):
         return True
+    if len(ordered) < 2:
+        return False
     edges = made_up_edges(decoder)
 
     def numbers(length: int) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -26,7 +26,7 @@ from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import language_names
 
-EXPORTING: Any = getattr(hub_kernels, "is_torchdynamo_exporting", None)
+EXPORTING: Any = hub_kernels.is_torchdynamo_exporting
 
 # Tensors [B, ...] that layers have passed to later layers. Their keys are the argument's position or name; for an
 # argument that is a dictionary also the key in it and, for a tuple of tensors, the index.
@@ -208,8 +208,7 @@ INPUT = "<input>"  # no child of a layer can be called that
 Nodes = frozenset[str]
 
 
-@dataclass(frozen=True)
-class Writer:
+class Writer(NamedTuple):
     """The module of a linear map whose output, or a norm of it, a layer adds to the residual stream times a constant.
 
     (A gate or a router's weight multiplies by another number for each token.)

@@ -119,8 +119,7 @@ def roles_by_ending(model: transformers.PreTrainedModel) -> dict[str, Role]:
 # Linear maps: linear layers, routers, a mixture's fused experts
 
 
-@dataclass(frozen=True)
-class LinearMap:
+class LinearMap(NamedTuple):
     """One matrix of a layer that is multiplied with features."""
 
     name: str  # its path in transformers' decoder layer, with the expert's number for a mixture's fused map

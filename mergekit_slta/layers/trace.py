@@ -73,17 +73,19 @@ def trace(
     config: transformers.PretrainedConfig,
     trust_remote_code: bool = False,
     device: torch.device | str = "cpu",
-    built: transformers.PreTrainedModel | None = None,  # the model on the meta device, if it is there
+    built: transformers.PreTrainedModel | None = None,  # the model on the meta device, if it is there; it is changed
 ) -> Decoder:
     """Find out how a model calls its decoder layers, and what these return; an SltaError if it is no decoder."""
-    refuse_unless_decoder(config)
-    return on_device(trace_model(built or meta_model(config, trust_remote_code)), device)
-
-
-def trace_model(model: transformers.PreTrainedModel) -> Decoder:
-    """``trace`` a model that is on the meta device, on the CPU; what it does when it runs is changed."""
-    # Attention stays the architecture's default, torch's own for most, but for what is in memory. See ``_with_form``.
-    use_few_queries(model)
+    architecture = (config.architectures or ("",))[0]  # without one, building the model reports it
+    is_one = architecture.endswith(ENDINGS) or architecture in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    encodes = config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
+    if architecture and (encodes or not is_one):
+        kind = "is an encoder-decoder" if encodes else "is not a decoder-only language model"
+        raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
+    model = built or meta_model(config, trust_remote_code)
+    # Attention stays the architecture's default, torch's own for most. See ``_with_form``.
+    if model.config.get_text_config()._attn_implementation == "eager":
+        use_few_queries(model)
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
@@ -93,7 +95,7 @@ def trace_model(model: transformers.PreTrainedModel) -> Decoder:
     runs = watch(layers)  # before the state to which the model returns is taken
     decoder = Decoder(model, tower, model.base_model, layers, torch.device("cpu"), fresh(model), runs)
     try:
-        return _with_form(decoder)
+        return on_device(_with_form(decoder), device)
     except ModelCodeError as error:
         raise SltaError(
             f"The layers of {decoder.name} cannot be run one at a time ({error}), as slta and featcal do: use "
@@ -117,20 +119,6 @@ def on_device(decoder: Decoder, device: torch.device | str) -> Decoder:
     decoder.form = replace(form, returned=place(form.returned), state=place(form.state))
     decoder.device, decoder.restore = device, fresh(decoder.model)
     return decoder
-
-
-def refuse_unless_decoder(config: transformers.PretrainedConfig) -> None:
-    """Refuse a model that is no decoder-only language model, and say which method to use instead."""
-    if not config.architectures:  # building the model will report it
-        return
-    architecture = config.architectures[0]
-    if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
-        kind = "is an encoder-decoder"
-    elif not architecture.endswith(ENDINGS) and architecture not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
-        kind = "is not a decoder-only language model"
-    else:
-        return
-    raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
 
 
 def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) -> torch.nn.ModuleList:

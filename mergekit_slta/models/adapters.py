@@ -72,7 +72,7 @@ def merge_adapter(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError, NotImplementedError):  # some file systems have no locks
-            stack.enter_context(FileLock(f"{folder}.lock"))
+            stack.enter_context(FileLock(f"{folder}.lock", fallback_to_soft=False))
         if folder.exists():
             return ModelReference(model=ModelPath(path=str(folder)))
         shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed

@@ -206,9 +206,8 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
     That needs no memory for task vectors, and a tensor that no expert changed stays equal to the last bit. It is
     computed in at least float32. An expert's weights are one number, or a tensor that broadcasts to its own.
     """
-    experts = [(tensor, weight) for tensor, weight in experts if bool(weight.any())]
+    experts = [(tensor, weight) for tensor, weight in experts if weight.any() and not torch.equal(tensor, base)]
     dtype = torch.promote_types(base.dtype, torch.float32)
-    experts = [(tensor, weight) for tensor, weight in experts if not torch.equal(tensor, base)]
     if not experts:
         return base
     weights = [weight.to(base.device, dtype) for _, weight in experts]

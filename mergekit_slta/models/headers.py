@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import safetensors
@@ -49,8 +49,7 @@ CODE = "*.py"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-@dataclass(frozen=True)
-class TensorHeader:
+class TensorHeader(NamedTuple):
     """A stored tensor."""
 
     shape: torch.Size

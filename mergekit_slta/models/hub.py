@@ -16,7 +16,7 @@ from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_fu
 if TYPE_CHECKING:  # importing mergekit takes seconds, which the command solve does not need
     from mergekit.common import ModelPath
 
-HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError)
+HUB_ERRORS = (OSError, ValueError, hub.HTTPError, hub.EntryNotFoundError, hub.SafetensorsParsingError)
 # The first kind that fits is reported, so special kinds stand before general ones.
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (hub.GatedRepoError, "the repository is gated; ask for access on its page, then run 'hf auth login'"),

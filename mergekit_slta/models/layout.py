@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -39,6 +39,9 @@ from mergekit_slta.errors import SltaError, reading
 
 # Buffers that checkpoints of old releases hold, and that the model computes by itself today.
 OLD_BUFFER = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|attn(ention)?\.bias)$")
+# The beginnings of the names of a language tower's tensors, in checkpoints of multimodal models by several releases of
+# transformers and of the language model alone. The longer ones come first.
+_TOWERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 
 Load = Callable[[str], torch.Tensor]  # a stored tensor by its name
 Values = Callable[[str, int | None], torch.Tensor]  # the model's tensor by its name, or of a mixture's expert its part
@@ -87,11 +90,6 @@ def language_names(model: transformers.PreTrainedModel) -> frozenset[str]:
     return frozenset(name for name in model.state_dict() if any(name.startswith(f"{path}.") for path in paths))
 
 
-# The beginnings of the names of a language tower's tensors, in checkpoints of multimodal models by several releases of
-# transformers and of the language model alone. The longer ones come first.
-_TOWERS = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-
-
 def spellings(name: str, base_model_prefix: str) -> Iterator[str]:
     """The names that a tensor may have in checkpoints of one model, its own first.
 
@@ -107,8 +105,7 @@ def model_tensor_name(name: str, names: Collection[str], base_model_prefix: str)
     return next((spelling for spelling in spellings(name, base_model_prefix) if spelling in names), None)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stored tensor of the model."""
 
     stored: str  # its name in the checkpoint

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from mergekit.io.tasks import LoaderCache
 from support import families
 from support.families import Family, Interrupted, after_layer
 from support.merging import same_tensors
@@ -52,7 +52,6 @@ def test_finished_layers_are_not_measured_again(
     with pytest.raises(Interrupted), after_layer(finished - 1):
         families.measure(family, *levels, batch_tokens=1, partial=partial)
     written = {file: file.stat().st_mtime_ns for file in partial.folder.glob("layer-*")}
-    LoaderCache.loaders.clear()
     grams = families.measure(family, *levels, batch_tokens=1, partial=begun(partial.folder))
     assert len(written) == finished and written == {file: file.stat().st_mtime_ns for file in written}
     assert same_tensors(grams, expected)
@@ -116,12 +115,8 @@ def test_a_kill_while_the_folder_is_removed_leaves_an_unfinished_run(
 ) -> None:
     partial = begun(tmp_path / "partial", "a")
     partial.write(0, {"layer.0": torch.zeros(1)})
-    partial.write(None, {"edge": torch.zeros(1)})
-
-    def killed(folder: Path, ignore_errors: bool) -> None:
-        raise Interrupted
-
-    monkeypatch.setattr(shutil, "rmtree", killed)
+    partial.write(1, {"edge": torch.zeros(1)})
+    monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=Interrupted))
     with pytest.raises(Interrupted):
         partial.remove()
     assert not begun(partial.folder, "a").finished(1)
@@ -158,7 +153,6 @@ def interrupted(left: Path, tmp_path: Path) -> Path:
     """The path of a statistics file whose calibration was interrupted; a test may change what that left."""
     path = tmp_path / "stats.safetensors"
     shutil.copytree(left, partial_of(path))
-    LoaderCache.loaders.clear()
     return path
 
 
@@ -172,7 +166,6 @@ DAMAGES: list[Callable[[Path], object]] = [
 def test_layers_whose_files_are_damaged_are_computed_again(family: Family, interrupted: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole.safetensors"
     measure(recipe(family), whole)
-    LoaderCache.loaders.clear()
     for layer, damage in enumerate(DAMAGES):
         damage(partial_of(interrupted) / f"layer-{layer:04d}.safetensors")
     measure(recipe(family), interrupted)

@@ -130,6 +130,7 @@ def test_samples_are_padded_unless_it_matters(architecture: str) -> None:
     assert padding_matters(decoder, (3, 20, 60)) == (handing_on or architecture == "phi3_longrope")
     assert padding_matters(decoder, (3, 5, 8)) == handing_on
     assert not padding_matters(decoder, (20, 20))
+    assert padding_matters(decoder, (1, 2)) == handing_on
 
 
 def test_samples_are_padded_if_no_layer_reads_what_layers_store() -> None:

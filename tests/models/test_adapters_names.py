@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelReference
+from support import families
 from support.adapters import EXPERTS, FUSED, State, edit, merged_by_hand, of_experts, renamed, saved, write_adapter
-from support.examining import problems, save_random, with_expert
-from support.families import open_model
+from support.examining import problems, save_random
 from support.merging import load, wrong_tensors
 from support.slow import slow_but
 from transformers import AutoConfig
@@ -23,7 +23,7 @@ Q_AND_DOWN = ("self_attn.q_proj", "mlp.down_proj")
 
 def tower_of(folder: Path) -> str:
     """The path of a model's language tower."""
-    model = open_model(folder)
+    model = families.open_model(folder)
     paths = [path for path, _ in model.named_modules()]
     is_text = model.config.get_text_config() is model.config
     layers = [path for path in paths if path.endswith(".layers") and (is_text or "language_model" in path)]
@@ -72,15 +72,7 @@ def for_the_text_alone(text: Path, whole: Path, folder: Path) -> tuple[Path, Pat
     return text, edit(write_adapter(whole, folder, *maps_of(whole)), target_modules=r".*\.(q|down)_proj")
 
 
-def without_renaming(text: Path, whole: Path, folder: Path) -> tuple[Path, Path]:
-    return whole, write_adapter(whole, folder, *maps_of(whole))
-
-
-WAYS = (
-    listed, patterned, sized_apart, of_the_bare_model, by_older_names, for_the_text_alone, without_renaming,
-)  # fmt: skip
-
-
+WAYS = (listed, patterned, sized_apart, of_the_bare_model, by_older_names, for_the_text_alone)
 WITH_TEXT_MODELS = ("gemma3_vision", "gemma4_vision", "llama4_vision", "mistral3", "paligemma", "qwen3_5")
 
 
@@ -132,7 +124,8 @@ def test_an_adapter_of_experts_by_older_names_is_applied(
 ) -> None:
     family = make_family(architecture)
     adapter = of_experts(load(family.base)[0], architecture, tmp_path / "adapter", parts)
-    recipe = with_expert(family, f"{family.base}+{adapter}")
+    recipe = families.recipe(family, experts=[0, 1])
+    recipe["models"][1]["model"] = f"{family.base}+{adapter}"
     assert problems(recipe, options={"lora_merge_cache": str(tmp_path / "cache")}) == []
     expert = merge_adapter(ModelReference.parse(f"{family.base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
     found = load(Path(expert.model.path))[0]

@@ -1,13 +1,14 @@
 """Weights as mergekit's loader gives them, whatever the files look like, and a mixture's experts one at a time."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import MakeFamily
 from safetensors.torch import load_file
-from support.copies import edited, pickled, pickled_as_before, pickled_shards, sharded
+from support.copies import AS_BEFORE, edited, pickled, pickled_shards, sharded
 from support.families import Family, checkpoint
 from transformers import AutoConfig, PreTrainedModel
 
@@ -30,7 +31,7 @@ def test_what_was_rounded_alone_is_no_change(half: torch.dtype) -> None:
     assert not task_vector(base.to(half).float(), base).any() and task_vector(base.to(half).float() + 1, base).all()
 
 
-@pytest.mark.parametrize("layout", [sharded, pickled, pickled_as_before, pickled_shards])
+@pytest.mark.parametrize("layout", [sharded, pickled, partial(pickled, **AS_BEFORE), pickled_shards])
 def test_the_layout_of_the_files_does_not_change_the_values(
     layout: Callable[[Path, Path], Path], make_family: MakeFamily, tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """The fingerprint goes by a model's content alone, and keeps the values that published statistics carry."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 from mergekit.io.tasks import LoaderCache
 from safetensors.torch import save_file
-from support.adapters import write_adapter
+from support.adapters import edit, write_adapter
 from support.copies import edited
 from support.families import Family, checkpoint
 
@@ -69,11 +68,9 @@ def test_a_lora_is_known_by_its_base_and_its_adapter(
     first = write_adapter(llama.base, tmp_path / "first")
     copy = shutil.copytree(first, tmp_path / "copy")
     assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
-    moved = copy / "adapter_config.json"
-    moved.write_text(json.dumps(json.loads(moved.read_text()) | {"base_model_name_or_path": "org/base"}))
+    edit(copy, base_model_name_or_path="org/base")
     assert fingerprint(llama.base, first) == fingerprint(llama.base, copy)
-    scaled = copy / "adapter_config.json"
-    scaled.write_text(json.dumps(json.loads(scaled.read_text()) | {"lora_alpha": 40}))
+    edit(copy, lora_alpha=40)
     retrained = write_adapter(llama.base, tmp_path / "retrained", seed=1)
     found = [fingerprint(llama.base, adapter) for adapter in (first, copy, retrained)]
     found += [fingerprint(llama.experts[0], first), checkpoint(llama.base).fingerprint]

@@ -96,34 +96,19 @@ def overwrite(content: bytes) -> Callable[[Path], object]:
 
 UNREADABLE = "model.safetensors cannot be read"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "an adapter": (
-        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
-        "is a LoRA adapter: write 'BASE+",
-    ),
+    "an adapter": (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "write 'BASE+"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot read the config"),
     "its own code": (with_own_code, "needs its own code: allow it with --trust-remote-code."),
     "no class": (lambda folder: edit_config(folder, architectures=None), "must name one class under 'architectures'."),
-    "no weights": (
-        lambda folder: (folder / "model.safetensors").rename(folder / "consolidated.safetensors"),
-        "has no tensors: mergekit needs model.safetensors or pytorch_model.bin",
-    ),
-    "a missing shard": (
-        lambda folder: shard(folder).with_name(SHARD).unlink(),
-        f"lacks {SHARD}, which its index names: complete the download.",
-    ),
+    "no weights": (lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"), "has no tensors"),
+    "a missing shard": (lambda folder: shard(folder).with_name(SHARD).unlink(), f"lacks {SHARD}, which its index"),
     **{
         f"an index to {file}": (indexed("lm_head.weight", file), "which is not in the model's folder")
         for file in ("../base/model.safetensors", "/etc/passwd", "sub/model.safetensors")
     },
     "a missing tensor": (indexed("model.extra", SHARD), f"{SHARD} lacks model.extra, which the index expects there"),
-    "an index without JSON": (
-        lambda folder: shard(folder).write_text("{"),
-        "model.safetensors.index.json cannot be read",
-    ),
-    "two sets": (
-        lambda folder: sharded(folder, folder),
-        "are two sets of tensors; transformers reads the first, mergekit the second",
-    ),
+    "an index without JSON": (lambda folder: shard(folder).write_text("{"), "safetensors.index.json cannot be read"),
+    "two sets": (lambda folder: sharded(folder, folder), "are two sets of tensors; transformers reads the first"),
     "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
     "another header": (overwrite((5).to_bytes(8, "little") + b"hello world"), UNREADABLE),
     "a pointer": (overwrite(b"version https://git-lfs.github.com/spec/v1\n"), "run 'git lfs pull'."),
@@ -131,10 +116,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         pickle_of({"state_dict": {"lm_head.weight": torch.ones(1)}, "epoch": 1}),
         "pytorch_model.bin does not hold tensors alone: save what the model's state_dict() returns.",
     ),
-    "code in a pickle": (
-        pickle_of({"x": partial(os.system, "true")}),
-        "pytorch_model.bin contains code (functools.partial): do not load it",
-    ),
+    "code in a pickle": (pickle_of({"x": partial(os.system, "true")}), "contains code (functools.partial): do not"),
 }
 
 
