@@ -1,7 +1,7 @@
 """Sentences for the terminal: names and values of other people's files do no harm, and a lack of memory is said."""
 
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 from support import families, memory
@@ -51,10 +51,7 @@ def test_a_long_value_loses_its_middle() -> None:
 def test_a_lack_of_memory_is_said_and_blames_no_file(
     command: str, where: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*arguments: Any, **settings: Any) -> Any:
-        raise memory.torch_without_memory()
-
-    monkeypatch.setattr(where, full)
+    monkeypatch.setattr(where, mock.Mock(side_effect=memory.torch_without_memory()))
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(llama, "actmat", calibration=False))
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": "abc"}])
     arguments: dict[str, list[object]] = {

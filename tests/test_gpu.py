@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MakeFamily, WriteRecipe
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families, reference
 from support.families import Family
@@ -59,7 +58,6 @@ def test_grams_are_the_references(name: str, make_family: MakeFamily) -> None:
 def test_a_feature_merge_is_the_cpus(name: str, ridge: float | None, make_family: MakeFamily, tmp_path: Path) -> None:
     family = make_family(name, experts=2, records=3)
     families.feature_merge(family, tmp_path / "host", ridge=ridge)
-    LoaderCache.loaders.clear()
     families.feature_merge(family, tmp_path / "device", device=GPU, ridge=ridge)
     found, expected = (families.solved_tensors(tmp_path / place) for place in ("device", "host"))
     assert worst_error(found, expected) < TENSORS
@@ -69,7 +67,6 @@ def test_linearity_is_the_cpus(llama: Family) -> None:
     recipe = families.recipe(llama, experts=[0, 1])
 
     def scores(device: str) -> Linearity:
-        LoaderCache.loaders.clear()
         return linearity(families.experiment(recipe, device=device), LEVELS, samples=1)
 
     assert_same(scores(GPU), scores("cpu"), distance_rounding(1 / STEPS))

@@ -55,21 +55,6 @@ def test_imports_run_down_the_floors_so_that_no_circle_can_be() -> None:
     assert not [arrow for path in sorted(PACKAGE.rglob("*.py")) for arrow in arrows_up(path)]
 
 
-def imported(path: Path) -> set[Path]:
-    """The modules of the package that a file imports, at its top or in a function."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mergekit_slta"):
-            place = PACKAGE.parent.joinpath(*str(node.module).split("."))
-            found |= {module.with_suffix(".py") for module in (place, *(place / alias.name for alias in node.names))}
-    return found
-
-
-def test_no_two_modules_import_each_other() -> None:
-    imports = {path: imported(path) for path in PACKAGE.rglob("*.py")}
-    assert not [f"{a} and {b}" for a in imports for b in imports[a] if a in imports.get(b, ())]
-
-
 def test_each_module_has_tests_of_its_name_or_stands_in_the_table_of_tests() -> None:
     """The table of docs/contributing.md; and each test in a folder has the name of a module there."""
     tests, page = PACKAGE.parent / "tests", (PACKAGE.parent / "docs" / "contributing.md").read_text(encoding="utf-8")

@@ -29,14 +29,6 @@ from support.processes import linked_packages, run_afresh
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
-# What the package holds beside Python: a template, prompts, and the mark that tells type checkers to read its types.
-DATA = {
-    "mergekit_slta/recipe/new.yml.jinja",
-    "mergekit_slta/reports/page.html.jinja",
-    "mergekit_slta/data/prompts.yml",
-    "mergekit_slta/py.typed",
-}
-
 WAITS = """
 import sys
 ours = {name for name in sys.modules if name.startswith("mergekit")}
@@ -243,5 +235,5 @@ def canonical(name: str) -> str:
 def test_the_wheel_holds_the_package_and_its_startup_file(distributions: dict[str, str]) -> None:
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "mergekit_slta").rglob("*.py")}
-    assert names == modules | {"_mergekit_slta_startup.py", "mergekit_slta.pth"} | DATA
+    held = {str(own.relative_to(ROOT)) for own in (ROOT / "mergekit_slta").rglob("*.*") if own.suffix != ".pyc"}
+    assert names == held | {"_mergekit_slta_startup.py", "mergekit_slta.pth"}

@@ -26,7 +26,6 @@ import yaml
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from support import families
 from support.adapters import write_adapter
@@ -289,7 +288,6 @@ def scene(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(*arguments: object, cache: Path | None = None) -> str:
     """Run a command in this process; returns what it says when it refuses, nothing when it does not."""
-    LoaderCache.loaders.clear()
     options = ["--lora-merge-cache", cache] if cache else []
     usual, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (memory_of_this_process("VmSize") + MEMORY, most))

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from conftest import MakeFamily
-from mergekit.io.tasks import LoaderCache
 from safetensors.torch import load_file
 from support import families
 from support.families import Family
@@ -45,7 +44,6 @@ def test_calibration_and_feature_merge(name: str, make_family: MakeFamily, tmp_p
     family = make_family(families.config_of(name, num_hidden_layers=1), experts=2, records=2, longest=10)
 
     def results(device: str, folder: Path) -> State:
-        LoaderCache.loaders.clear()
         grams = families.measure(family, *LEVELS, device=device)
         families.feature_merge(family, folder, device=device, ridge=None)
         return grams | families.solved_tensors(folder)

@@ -23,7 +23,7 @@ from mergekit_slta import files
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results")
-VERSIONS = files.versions() | {"peft": version("peft"), "commit": files.commit()}
+VERSIONS = files.versions() | {"peft": version("peft")}
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 VOCABULARY = 2048

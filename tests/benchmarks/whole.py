@@ -32,7 +32,6 @@ from mergekit_slta.checks.space import needs
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.streams import fitting_batch, make_batches
 from mergekit_slta.files import PARTIAL_OF_MERGE
-from mergekit_slta.layers.trace import on_device
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Recipe
 
@@ -176,7 +175,7 @@ def size_of(folder: Path) -> int:
 def forward(experiment: Experiment, data: Sequence[CalibrationData]) -> float:
     """Processor seconds of a forward pass of each model over all prompts; they differ in their numbers alone."""
     device = experiment.device
-    batches = make_batches([task.token_ids for task in data], fitting_batch(on_device(experiment.decoder, device)))
+    batches = make_batches([task.token_ids for task in data], fitting_batch(experiment.decoder))
     model = load(Path(experiment.recipe.base.model.path), device)
     start = time.process_time()
     for batch in batches:
