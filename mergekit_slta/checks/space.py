@@ -196,8 +196,10 @@ def room(experiment: Experiment, out: Path | None) -> None:
     downloads = Path(experiment.options.transformers_cache or HF_HUB_CACHE)
     written.append((downloads, "the download", sum(needed.download.values())))
     if cache := experiment.options.lora_merge_cache:
-        there = sum(file.stat().st_size for file in Path(cache).glob("*/*.safetensors"))  # perhaps some of them
-        written.append((Path(cache), "the merged adapters", max(needed.adapters - there, 0)))
+        names = (f"{m.model._unique_id()}_{m.lora._unique_id()}" for m in experiment.recipe.references if m.lora)
+        files = ([*Path(cache).glob(f"{name}_*/*.safetensors")] for name in names)  # of earlier merges
+        there = sum(min(sum(file.stat().st_size for file in own), _adapted(experiment)) for own in files)
+        written.append((Path(cache), "the merged adapters", needed.adapters - there))
     disks = defaultdict[int, list[tuple[Path, str, int]]](list)
     for folder, thing, nbytes in written:
         disks[_nearest_path(folder).stat().st_dev] += [(folder, thing, nbytes)] if nbytes else []

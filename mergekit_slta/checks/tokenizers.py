@@ -24,6 +24,7 @@ from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings, are_ada
 from mergekit_slta.words import listed
 
 GENERATION = "generation_config.json"
+SAVED = "merge the adapter {} by peft, save it with its tokenizer, and name that model"
 
 
 def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
@@ -71,8 +72,8 @@ def aligned_rows(experiment: Experiment) -> None:
             PermutedVocabulary.compute_default_embedding(None, aligned, rows, places, token, ids[token], source)
     refuse(
         f"The tokenizer of {model} has {listed(lost)} beyond the model's {experiment.model(model).vocabulary} "
-        "embeddings: name another tokenizer, such as 'union', save the model with an embedding for each token, or "
-        "write 'chat_template: auto' instead of 'tokenizer'."
+        "embeddings: write 'chat_template: auto' instead of 'tokenizer', name another tokenizer, such as 'union', or "
+        "save the model with an embedding for each token."
         for model, known in places.items()
         if (lost := [token for token, index in ids.items() if index not in known])
     )
@@ -100,13 +101,13 @@ def endless(experiment: Experiment) -> Iterator[str]:
             owner = expert.reference.lora or expert.reference.model
         except (*hub.HUB_ERRORS, SltaError):  # a model without text has no tokenizer
             continue
-        end, known = theirs[0], tokenizer.get_vocab()
-        stops = [*tokenizer.convert_ids_to_tokens(ours[1]), *[ours[0]] * (keeper != base)]
+        end, known, own = theirs[0], tokenizer.get_vocab(), experiment.tokenizer(expert.reference)
+        stops = [*tokenizer.convert_ids_to_tokens(ours[1] or ending(base)[1]), *[ours[0]] * (keeper != base)]
         fix = f"add 'tokenizer: {{source: {owner}}}' to the recipe"
         if keeper != base:
             fix = "no tokenizer serves both: merge experts that end their turns alike"
-        elif expert.reference.lora and end not in known:
-            fix = f"merge the adapter {owner} by peft, save it with its tokenizer, and name that model"
+        elif expert.reference.lora and not own.get_vocab().keys() <= known.keys():
+            fix = SAVED.format(owner)
         brought = known if recipe.config.chat_template else ()
         if stops and ours != theirs and end not in [*stops, *brought, None]:
             yield (
@@ -114,8 +115,7 @@ def endless(experiment: Experiment) -> Iterator[str]:
                 f"{' and '.join(map(str, stops))}, like {keeper}: {fix}."
             )
             continue
-        own, rows = experiment.tokenizer(expert.reference), experiment.model(expert.reference).vocabulary or 0
-        added = own.get_added_vocab()
+        added, rows = own.get_added_vocab(), experiment.model(expert.reference).vocabulary or 0
         # No answer needs the padding's token, nor one without a row.
         lost = sorted(token for token in added if token not in known and added[token] < rows and token != own.pad_token)
         if lost and recipe.tokenizer_source is None:
@@ -136,19 +136,23 @@ def other_templates(experiment: Experiment) -> Iterator[str]:
             ours, theirs = (probe(experiment.tokenizer(model)) for model in (keeper, task.reference))
             if theirs and not ours:
                 alone.append(task)
-            elif theirs not in ("", ours) and is_chat:
+            elif theirs and is_chat and probe(experiment.samples_tokenizer) not in ("", theirs):
                 others.append(str(task))
     auto = recipe.config.chat_template == "auto"  # mergekit asks the models, not their adapters
     if alone and ((auto and are_adapters(*recipe.references)) or not recipe.config.chat_template):
         first, rows = alone[0].reference, ""
         end = end_of_turn(experiment.tokenizer(first))
         # The method takes the base model's rows, which it may never have trained.
-        takes_base = isinstance(recipe.settings, SltaSettings) and not first.lora
-        if takes_base and end in experiment.tokenizer(keeper).get_vocab():
+        known = experiment.tokenizer(keeper).get_vocab()
+        takes_base = isinstance(recipe.settings, SltaSettings) and recipe.settings.level != "model"
+        if takes_base and end in known and not first.lora:
             rows = f', tokens: {{"{end}": {{source: {first.model}, force: true}}}}'
+        fix = f"add to the recipe 'tokenizer: {{source: {first.lora or first.model}{rows}}}'"
+        if first.lora and not experiment.tokenizer(first).get_vocab().keys() <= known.keys():
+            fix = SAVED.format(first.lora)
         yield (
-            f"The merge has no chat template, because {keeper} has none: add to the recipe 'tokenizer: {{source: "
-            f"{first.lora or first.model}{rows}}}', or a 'chat_template' whose control tokens the base model's has."
+            f"The merge has no chat template, because {keeper} has none: {fix}, or add a 'chat_template' whose control "
+            "tokens the base model's has."
         )
     if others:
         yield (

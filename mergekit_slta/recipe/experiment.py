@@ -157,7 +157,7 @@ class Experiment:
     def tokenizer(self, reference: ModelReference) -> PreTrainedTokenizerBase:
         """A model's tokenizer; for an adapter its own, or else that of its base model."""
         if reference not in self._tokenizers:
-            with reading(reference, "has no usable tokenizer", "get undamaged copies of its files"):
+            with reading(reference, "has no usable tokenizer", "get its files, or copy those of a model with its ids"):
                 adapter = reference.lora and tokenizer_folder(reference.lora, self.options.transformers_cache)
                 if reference.lora and not adapter:
                     return self.tokenizer(ModelReference(model=reference.model))
