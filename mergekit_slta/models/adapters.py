@@ -66,7 +66,8 @@ def merge_adapter(
     paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     refuse_adapter_in(base)
     files_of_both = sorted(stamps(source_files(base, adapter)).values())
-    content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, versions(), peft.__version__]
+    made_with = [versions() | {"commit": ""}, peft.__version__]  # each folder is a whole model
+    content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, *made_with]
     folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
     part = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
