@@ -243,8 +243,7 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
     with reading(checkpoint, "cannot be loaded"):
         trusted, folder = experiment.options.trust_remote_code, checkpoint.folder  # where an adapter is merged
         model: Any = loader.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
-    if model.config.get_text_config()._attn_implementation == "eager":
-        use_few_queries(model)
+    use_few_queries(model)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     own, tokenizer = model.generation_config.eos_token_id, source.tokenizer

@@ -22,11 +22,10 @@ BY_NAME = re.compile(r"_attn_implementation\b.*\"eager\"")
 
 
 def use_few_queries(model: transformers.PreTrainedModel) -> None:
-    """Let a model whose attention is "eager" attend in this way, if its code asks for no name."""
+    """Let a model attend in this way, if it would have all scores in memory, and if its code asks for no name."""
     towers = {type(part).__module__ for part in model.modules() if isinstance(part, transformers.PreTrainedModel)}
-    if model._can_set_attn_implementation() and not any(
-        BY_NAME.search(inspect.getsource(sys.modules[tower])) for tower in towers
-    ):
+    is_eager = model.config.get_text_config()._attn_implementation == "eager" and model._can_set_attn_implementation()
+    if is_eager and not any(BY_NAME.search(inspect.getsource(sys.modules[tower])) for tower in towers):
         transformers.AttentionInterface.register(FEW_QUERIES, _attend)
         transformers.AttentionMaskInterface.register(FEW_QUERIES, eager_mask)
         model.set_attn_implementation(FEW_QUERIES)

@@ -83,9 +83,8 @@ def trace(
         kind = "is an encoder-decoder" if encodes else "is not a decoder-only language model"
         raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
     model = built or meta_model(config, trust_remote_code)
-    # Attention stays the architecture's default, torch's own for most. See ``_with_form``.
-    if model.config.get_text_config()._attn_implementation == "eager":
-        use_few_queries(model)
+    # Attention stays the architecture's default, torch's own for most, but for what is in memory. See ``_with_form``.
+    use_few_queries(model)
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

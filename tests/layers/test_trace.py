@@ -122,7 +122,7 @@ def test_a_layer_that_cannot_run_alone_is_refused_by_its_name() -> None:
         decoder_of(fail)
 
 
-NOT_CALLED = {"trace", "use_few_queries", "meta_model", "first_line", "_differs_from"}
+NOT_CALLED = {"trace", "meta_model", "first_line", "_differs_from"}
 HELPERS = [name for name, helper in vars(trace).items() if inspect.isfunction(helper) and name not in NOT_CALLED]
 OF_TRIALS = ["reads", "summands", "has_mixed", "confirms", "_run"]
 
