@@ -20,6 +20,7 @@ from mergekit_slta.featcal.merge import feature_merge_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import on_device
+from mergekit_slta.models.adapters import merged_name
 from mergekit_slta.models.headers import Model, TensorHeader, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.settings import (
@@ -196,7 +197,7 @@ def room(experiment: Experiment, out: Path | None) -> None:
     downloads = Path(experiment.options.transformers_cache or HF_HUB_CACHE)
     written.append((downloads, "the download", sum(needed.download.values())))
     if cache := experiment.options.lora_merge_cache:
-        names = (f"{m.model._unique_id()}_{m.lora._unique_id()}" for m in experiment.recipe.references if m.lora)
+        names = (merged_name(reference) for reference in experiment.recipe.references if reference.lora)
         files = ([*Path(cache).glob(f"{name}_*/*.safetensors")] for name in names)  # of earlier merges
         there = sum(min(sum(file.stat().st_size for file in own), _adapted(experiment)) for own in files)
         written.append((Path(cache), "the merged adapters", needed.adapters - there))

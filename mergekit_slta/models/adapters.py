@@ -63,12 +63,11 @@ def merge_adapter(
         raise SltaError(NO_FOLDER.format(model=self))
     base, adapter = source_folders(self, LoaderCache().hf_cache_dir)
     assert self.lora and adapter
-    paths = f"{self.model._unique_id()}_{self.lora._unique_id()}"  # mergekit's name
     refuse_adapter_in(base)
     files_of_both = sorted(stamps(source_files(base, adapter)).values())
     made_with = [versions() | {"commit": ""}, peft.__version__]  # each folder is a whole model
     content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, *made_with]
-    folder = Path(cache_dir) / f"{paths}_{digest(content)[:16]}"
+    folder = Path(cache_dir) / f"{merged_name(self)}_{digest(content)[:16]}"
     part = folder.with_name(f"{folder.name}.partial")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -89,6 +88,12 @@ def merge_adapter(
         finally:
             shutil.rmtree(part, ignore_errors=True)
     return ModelReference(model=ModelPath(path=str(folder)))
+
+
+def merged_name(reference: ModelReference) -> str:
+    """mergekit's name for the folder of a merged adapter, with which ours begins."""
+    assert reference.lora
+    return f"{reference.model._unique_id()}_{reference.lora._unique_id()}"
 
 
 _TRAINED = "base_model.model."  # what peft puts before the names of a model's modules
