@@ -251,9 +251,8 @@ class Run:
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
         judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
         ours, theirs = (Recipe.load(plan.recipes[name].output).config for name in (MERGE, judged.best))
-        if any(
-            getattr(ours, key) != getattr(theirs, key) for key in ("tokenizer", "tokenizer_source", "chat_template")
-        ):
+        same = ("tokenizer", "tokenizer_source", "chat_template")  # entries of the recipe
+        if any(getattr(ours, key) != getattr(theirs, key) for key in same):
             file = plan.recipes[judged.best].output
             said = f"{file} sets another tokenizer or chat template than that of {MERGE}: edit it, and run auto again."
             judged = judged._replace(lines=[*judged.lines[:-1], said, judged.lines[-1]])
