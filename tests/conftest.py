@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 # Before torch, transformers and huggingface_hub read them; subprocesses inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# The stand-in for the Hub is on this machine, whatever proxy there is.
-os.environ["no_proxy"] = ",".join(filter(None, ["127.0.0.1", os.environ.get("no_proxy", os.environ.get("NO_PROXY"))]))
-os.environ["OMP_NUM_THREADS"] = "1"  # on tensors as small as these, threads only wait for each other
+# On tensors as small as these, threads only wait for each other.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ["LOGNAME"] = f"user{os.getuid()}"  # in the names of folders, where mergekit takes names apart at @ and +
 
 import pytest
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 IN_MEMORY = Path("/dev/shm")
+# A user's and a cluster's settings, which are for other commands; the stand-in for the Hub is on this machine.
+OTHERS = ("http_proxy", "https_proxy", "all_proxy", "world_size", "rank", "mergekit_slta_disable")
 ROOM = 4 * 2**30  # bytes; the suite takes a tenth of it
 
 MakeFamily = Callable[..., "Family"]
@@ -36,6 +39,11 @@ WriteRecipe = Callable[..., Path]
 
 def pytest_configure() -> None:
     """Put the tests' folders into memory where that has room: they write many small models, each file synced."""
+    package = importlib.util.find_spec("mergekit_slta")
+    if package is None or package.origin is None or Path(package.origin).parents[1] != Path(__file__).parents[1]:
+        pytest.exit("The installed mergekit_slta is not this checkout's: pip install -e . here.", 1)
+    for variable in (*OTHERS, *map(str.upper, OTHERS)):
+        os.environ.pop(variable, None)
     if IN_MEMORY.is_dir():
         system = os.statvfs(IN_MEMORY)
         free, may_run = system.f_bavail * system.f_frsize, not system.f_flag & os.ST_NOEXEC

@@ -73,7 +73,8 @@ class Commands:
         process = self.forks.Process(target=run_command, args=arguments, daemon=True)
         process.start()
         process.join(300)
-        return Ended(process.exitcode or 0, said.read_text(), changes.stat().st_size)
+        assert process.exitcode is not None, "the command hangs"
+        return Ended(process.exitcode, said.read_text(), changes.stat().st_size)
 
     @functools.cache  # noqa: B019, because a module has one
     def undisturbed(self, name: str) -> tuple[dict[str, bytes], int]:

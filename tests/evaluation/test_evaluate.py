@@ -357,12 +357,13 @@ def copied(file: str) -> str:
     "spelled_otherwise", [os.path.relpath, linked, lambda file: f"~/{os.path.relpath(file, Path.home())}", copied]
 )
 def test_no_merge_is_scored_on_prompts_that_it_was_calibrated_on(
-    spelled_otherwise: Callable[[str], str], paired: Family, tmp_path: Path
+    spelled_otherwise: Callable[[str], str], paired: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With other numbers of prompts or another seed, merges of one recipe use other prompts of the same files."""
     settings: list[dict[str, Any]] = [{"samples": SAMPLES}, {"samples": SAMPLES + 1}, {"samples": SAMPLES, "seed": 1}]
     contents = [families.recipe(paired, max_tokens=24, **own) for own in settings]
     merged = []
+    monkeypatch.setenv("HOME", str(tmp_path))  # a user's may be behind a link
     for number, content in enumerate(contents):
         for entry in content["models"] if number == 1 else ():
             entry["parameters"]["calibration"] = spelled_otherwise(entry["parameters"]["calibration"])

@@ -34,7 +34,8 @@ def refusal(folder: Path | str) -> str:
     return error.value.message
 
 
-def test_names_of_no_folder(folder: Path, tmp_path: Path) -> None:
+def test_names_of_no_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     said = " cannot be used: there is no such folder, and it is not the name of a repository."
     assert refusal(tmp_path / "none") == f"{tmp_path}/none{said}"
     assert refusal("~/none") == f"~/none{said}"

@@ -24,6 +24,8 @@ from mergekit_slta.recipe.recipe import Recipe, published_name
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.words import as_score
 
+HOME = "/home/somebody"
+
 
 @pytest.fixture(scope="module")
 def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,10 +33,10 @@ def merged(llama: Family, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card")
     content = families.recipe(llama, samples=3, statistics=str(folder / "own.safetensors"))
     recipe = families.write_recipe(folder / "recipe.yml", content)
-    recipe.write_text(
-        f"# in {Path.home()}/recipes\n#   mergekit-slta ask base \\\n#     -o a.jsonl\n{recipe.read_text()}"
-    )
-    run(recipe, folder / "out", "--quiet", program=mergekit_yaml)
+    recipe.write_text(f"# in {HOME}/recipes\n#   mergekit-slta ask base \\\n#     -o a.jsonl\n{recipe.read_text()}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", HOME)
+        run(recipe, folder / "out", "--quiet", program=mergekit_yaml)
     return folder / "out"
 
 
@@ -64,7 +66,7 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
 
 def test_no_path_of_this_machine_gets_out(merged: Path, llama: Family) -> None:
     text = (merged / "README.md").read_text()
-    for private in (str(merged.parent), str(llama.base.parent), f"{Path.home()}/", "/tmp"):
+    for private in (str(merged.parent), str(llama.base.parent), f"{HOME}/", "/tmp"):
         assert private not in text
     assert "base_model: base" in (merged / "README.md").read_text()
 

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -30,16 +29,18 @@ def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def linked_packages(folder: Path) -> Path:
     """Fill a folder with links to everything in this Python's site-packages except this package."""
     folder.mkdir(exist_ok=True)
-    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+    for library in dict.fromkeys(os.path.realpath(path) for path in sys.path if path.endswith("packages")):
         for entry in Path(library).iterdir():
-            if "mergekit_slta" not in entry.name:
+            if "mergekit_slta" not in entry.name and not (folder / entry.name).exists():
                 (folder / entry.name).symlink_to(entry)
     return folder
 
 
 def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run a script, or ``-m`` and a module, in as many processes as torchrun starts on this machine."""
-    return run_python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", *arguments)
+    return run_python(
+        "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={count}", *arguments
+    )
 
 
 def in_a_process(forks: ForkServerContext, function: Callable[..., Any], *arguments: Any) -> Any:
