@@ -464,7 +464,7 @@ def verify(recipe: Path, out: Path, **options: Any) -> Result:
 
     The tensors must have the names, shapes, types and values that the merge's manifest records; an edit of a few values
     may go unnoticed. The values must be finite, and transformers must load all tensors. The command lists the base
-    model's files that OUT lacks. It opens the experts only if RECIPE names them otherwise than the merge's recipe did.
+    model's files that OUT lacks. It opens the experts only if RECIPE names them differently than the merged recipe did.
     """
     from mergekit_slta.output.verify import verify as verify_merge
 
@@ -513,7 +513,7 @@ def _of_merge(stats: str, measured: Any) -> tuple[Any, dict[str, Any]]:
 
     recipe = Recipe.load(file)
     _, *names = recipe.names.values()
-    merged = measured.select(*names) if {*names} < {*measured.info.models} else measured
+    merged = measured.select(*names) if len(names) < len(measured.info.models) else measured
     return merged, solve_arguments(recipe)
 
 

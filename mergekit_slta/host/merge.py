@@ -34,7 +34,7 @@ class MergeOptions(Options, total=False):
     safe_serialization: bool  # write safetensors files, not pickled ones; True by default
     clone_tensors: bool  # copy tensors before they are written, for recipes that repeat a layer
     async_write: bool  # write files in the background
-    write_threads: int | SupportsIndex  # threads that write them; 1 by default
+    write_threads: int | SupportsIndex  # threads that write them: mergekit 0.1.5 uses one
     random_seed: int | SupportsIndex | None  # the seed of mergekit's randomized methods
 
 

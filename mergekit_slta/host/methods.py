@@ -88,7 +88,7 @@ class Method(GroupMergeMethod):
     def merging(self, experiment: Experiment, merge: Merge, progress: Callable[[str, int], object]) -> Iterator[None]:
         """Take the tensors of all models' groups from the merge of a recipe, also on other threads.
 
-        ``progress`` is told the name of each tensor that is merged, and that it is one.
+        ``progress`` is called with the name of each merged tensor, and 1.
         """
         self.experiment, self._merge, self._progress = experiment, merge, progress
         # Of tensors that the recipe's ``out_dtype`` is not for.

@@ -61,7 +61,7 @@ def run(
     process, and they go on reading files that were replaced. Under torchrun all processes run the models, and the first
     one merges.
     """
-    out = os.fspath(out_path)
+    out, merge_config = os.fspath(out_path), copy.deepcopy(merge_config)  # mergekit changes it
     with ONE_AT_A_TIME:
         LoaderCache.loaders.clear()
         if (name := merge_config.merge_method) not in METHODS:

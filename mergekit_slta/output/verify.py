@@ -60,8 +60,8 @@ class Verification:
 def verify(recipe: RecipeOrFile, merged: str | os.PathLike[str], **options: Unpack[Options]) -> Verification:
     """Re-read a merged model tensor by tensor, and check that programs can use it.
 
-    Its tensors must be those that its manifest has a hash of, by the recipe that the manifest tells of, and their
-    values be finite. transformers loads the folder, by its own configuration and without its weights;
+    Its tensors must match the hash in its manifest, the recipe must be the one recorded there, and the values must
+    be finite. transformers loads the folder, by its own configuration and without its weights;
     configuration and tokenizer must be the base model's, but for what a merge changes. The base model's other tensors
     and files are looked for. The experts are opened only where the manifest has other names. Merges by mergekit's own
     methods have no manifest.
@@ -149,8 +149,6 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
     names += ["architectures"] * (base.architecture != written.architecture)
     if names:
         yield f"The folder's config.json differs from that of {base} in {listed(names)}: copy these entries from there."
-    if base.built is None:
-        return
     try:
         with silenced(logging.CRITICAL):  # transformers prints a table of missing keys
             _, info = get_auto_cls(written.architecture).from_pretrained(
@@ -180,6 +178,8 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
 def _tokenizer_problems(experiment: Experiment, owner: ModelReference, merged: ModelReference) -> Iterator[str]:
     """A tokenizer of the merge that cannot be used, or has other ids than that of the model that it is to be of."""
     if not any(Path(merged.model.path, name).is_file() for name in TOKENIZER_FILES[:3]):
+        if experiment.recipe.tokenizer_source is not None:
+            yield f"{merged} has no tokenizer, which the recipe's 'tokenizer' asks for: merge again."
         return
     try:
         ids = experiment.tokenizer(merged).get_vocab()

@@ -37,7 +37,7 @@ from mergekit_slta.slta.statistics import Statistics
 def test_processes_that_compute_on_the_cpu_take_no_gpu(
     device: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
