@@ -37,7 +37,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def new_file(path: str | os.PathLike[str], extension: str) -> Path:
-    """A file to write, which may not be there yet, and is read by its extension."""
+    """A file to write: it must not exist yet, and must have this extension."""
     file = Path(path).expanduser()
     if file.suffix != extension or file.exists():
         problem = "already exists and is unchanged" if file.exists() else f"does not end in {extension}"

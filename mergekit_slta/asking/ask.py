@@ -50,7 +50,7 @@ from mergekit_slta.words import counted, listed
 
 LOG = logging.getLogger(__name__)
 
-LOOP = 24  # tokens at least of one phrase, three times or more, that are the end of an answer which goes on for ever
+LOOP = 24  # an answer loops if it ends in at least this many tokens of one phrase, three times or more
 BATCH, BATCH_TOKENS = 16, 2**15  # prompts that are answered together, and their tokens with the answers'
 WHOLE = 2**40  # tokens: more than any prompt has
 PROMPT_FIELDS = (*zip(CHAT_FIELDS), ("prompt",), ("question",), ("instruction", "input"), ("text",))
@@ -262,7 +262,7 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
 
 
 def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tuple[list[int], list[int]]]:
-    """What a model adds to each row: at most ``limit`` tokens, and the end token, [] if it does not come to one.
+    """What a model adds to each row: at most ``limit`` tokens, and the end token, [] if none is reached.
 
     Rows that do not fit into memory together are taken in halves, and rows of several lengths one length after the
     other where padding would change them: layers carry something from token to token, or count positions by tokens.

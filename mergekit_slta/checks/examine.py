@@ -240,7 +240,7 @@ def _on_hub(source: str) -> bool:
 
 
 def _is_seen(experiment: Experiment, task: Task) -> bool:
-    """Whether a task's prompts were drawn, which those of a dataset are that need not be downloaded."""
+    """Whether a task's prompts were drawn; a dataset's are only if it need not be downloaded."""
     return (task, task.samples) in experiment.drawn
 
 
@@ -270,7 +270,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     if isinstance(settings, FeatcalSettings):
         maps = of_each_layer(experiment.decoder, find_groups)
         if layers := [str(layer) for layer, of_layer in enumerate(maps) if not of_layer.writers]:
-            yield f"No map corrects what earlier layers have missed in the layers {listed(layers)}."
+            yield f"In layers {listed(layers)}, no map corrects what earlier layers have missed."
     if isinstance(settings, ActmatSettings) and are_adapters(*recipe.references):
         yield (
             "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "

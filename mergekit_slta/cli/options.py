@@ -130,7 +130,7 @@ def applied(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Existing(click.Path):
-    """A file to read; that it is missing is no wrong command line, and said before anything heavy is imported."""
+    """A file to read; a missing one is no usage error, and is reported before any heavy import."""
 
     def fail(self, message: str, param: click.Parameter | None = None, ctx: click.Context | None = None) -> NoReturn:
         raise SltaError(message)

@@ -260,7 +260,7 @@ class CalibrationSource:
         tokens = [next((token for token in special if token in words), "") for words in prompts]
         if first := next(filter(None, tokens), ""):
             number = f"{len(tokens) - tokens.count('')} of {counted(len(tokens), 'prompt')}"
-            yield f"{number} say control tokens such as {first!r}, which the model takes for its own: remove them."
+            yield f"{number} hold control tokens such as {first!r}, which the model takes as its own: remove them."
 
     def tokens(self, record: Record) -> tuple[int, ...]:
         """The token ids of a record; none if it does not fit."""

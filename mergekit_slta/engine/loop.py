@@ -202,9 +202,9 @@ def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Iterator[list
 def progress_bar(
     doing: str, models: Iterable[object], total: int, quiet: bool
 ) -> Iterator[Callable[[str, int], object]]:
-    """Show which share of the work is done; yield what is told of what is at hand, and of the steps that it took.
+    """Show the share of the work done; yield a function to call with what is at hand, and the steps just taken.
 
-    Every half minute, also while a step takes longer, a bar shows the time anew; without a terminal comes a line.
+    Every half minute, even within a step, the bar shows the time anew; without a terminal, a line is printed.
     """
     at_hand, done, ended = f"{doing}: loading {', '.join(Path(str(model)).name for model in models)}", 0, Event()
     with tqdm(total=total, desc=at_hand, bar_format=BAR, leave=False, smoothing=0, disable=quiet or None) as bar:

@@ -71,7 +71,7 @@ def children(decoder: Decoder) -> int:
 
 
 def heads_with_scores(decoder: Decoder, attention: str = "eager") -> int:
-    """The heads whose scores of pairs of tokens are in memory, all or a few; 0 where the attention is another one."""
+    """How many heads have scores of token pairs in memory; 0 if the model uses another ``attention``."""
     config = decoder.model.config.get_text_config()
     return (config_entry(config, "num_attention_heads") or 0) * (config._attn_implementation == attention)
 
@@ -90,8 +90,8 @@ def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:
 def batch_bytes(decoder: Decoder, shapes: Shapes, hidden: int, inner: int, scores: int, beside: int = 0) -> int:
     """The size of the features of the largest batch in a layer, and of the masks of all batches.
 
-    ``hidden`` and ``inner`` say how many hidden states, and inputs of the widest map, of each position are there,
-    ``beside`` so many bytes; or half of the states, two queries, a key, a value, and ``scores`` of all pairs of tokens.
+    ``hidden`` and ``inner`` count the hidden states, and inputs of the widest map, for each position, ``beside`` other
+    bytes; in attention it is half of the states, two queries, a key, a value, and ``scores`` per pair of tokens.
     """
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
     masks, most = mask_bytes(decoder, shapes), max(rows * length**2 for rows, length in shapes)

@@ -1,4 +1,4 @@
-"""The samples in batches, and all that waits of them between layers and between runs of a layer.
+"""The samples in batches, and what of them waits between layers and between runs of a layer.
 
 A batch holds samples of one task, and each process takes whole batches. A stream holds every sample's hidden states, in
 one model for each task: the base model, an expert or a merge. Neither knows what is measured.
@@ -25,7 +25,7 @@ CPU_BATCH_ELEMENTS = 2**22
 LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
 
-# The outputs of a layer's modules that wait take at most so many bytes of a CPU's memory, an eighth of a GPU's.
+# Waiting outputs of a layer's modules take at most this many bytes on a CPU, an eighth of a GPU's memory.
 OUTPUT_BYTES = 2**31
 
 # How much rounding may change a rotary frequency.

@@ -146,7 +146,7 @@ class FeatureMerge(LayerMethod[Tensors]):
     def __post_init__(self) -> None:
         # Each task's own model, by its place among the models: the expert, or the base model if it has a task.
         self.owners = [*range(1, len(self.models)), 0][: len(self.tasks)]
-        # Of each token its sample's place among its task's, by their tokens: the order of a draw chooses no ridge.
+        # For each token the number of its sample, by content, so that the order of a draw chooses no ridge.
         self.places: list[torch.Tensor] = []
         for samples in self.tasks:  # equal ones share a place, and with it a half
             places = {row: place for place, row in enumerate(sorted({*map(tuple, samples)}))}

@@ -236,7 +236,7 @@ class LayerStructure:
     # The child whose output is all that the MLP branch reads, where the attention branch ends with a norm of the
     # residual stream; None where its contribution is added to the stream.
     boundary: str | None = None
-    # A linear map that is given rows of which nobody knows the samples; "" without one.
+    # A linear map whose input rows belong to unknown samples; "" without one.
     of_some_tokens: str = ""
 
     def others_of(self, branch: str, base: LayerRun) -> dict[str, Any]:
@@ -382,7 +382,7 @@ class Decoder:
 
 
 def _choices(module: torch.nn.Module) -> tuple[Any, ...]:
-    """A module's settings that are flags or names; of numbers, such as a window, only that they are."""
+    """A module's settings that are flags or names; of a number, such as a window, only its type."""
     return tuple(
         (name, value if isinstance(value, bool | str) else type(value))
         for name, value in vars(module).items()

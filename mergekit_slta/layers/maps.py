@@ -171,7 +171,7 @@ def is_numbered(module: str) -> bool:
 
 
 def takes_some_tokens(module: str, features: torch.Tensor, tokens: torch.Size) -> bool:
-    """Whether the features that a module is given may be those of some of the tokens [B, S], which nobody can tell.
+    """Whether the features that a module is given may be of some of the tokens [B, S] only, nobody knows which.
 
     Those of all are [B, S, ...], or [B, 1, S, D] for one head of an attention, or rows in the tokens' order.
     """

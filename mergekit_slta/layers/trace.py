@@ -251,7 +251,7 @@ def tail_problem(decoder: Decoder) -> str | None:
 
 
 def of_each_layer(decoder: Decoder, find: Callable[[Decoder, int], Found]) -> tuple[Found, ...]:
-    """What ``find`` says of each layer; layers of the same kind are traced once, on the CPU, which repeats its sums."""
+    """What ``find`` says of each layer; layers of the same kind are traced once, on the CPU: it is deterministic."""
     if find not in decoder.found:
         device = decoder.device
         on_device(decoder, "cpu")
@@ -383,7 +383,7 @@ class _Trial:
         return float((first - second).abs().max()) > MIXING_TOLERANCE * float(first.abs().max())
 
     def is_gate(self, child: str) -> bool:
-        """Whether the layer's input reaches its output through the hidden states that a child returns, and no else."""
+        """Whether the layer's input reaches its output only through the hidden states that a child returns."""
         value = self.outputs[child]
         if isinstance(value, (tuple, list)):
             value = type(value)([value[0], *_other(value[1:])])

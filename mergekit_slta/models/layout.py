@@ -211,7 +211,7 @@ class Layout:
         return all(counts[pattern] >= wanted for pattern in source.converter.source_patterns)
 
     def parted(self, kept: Layout, load: Load) -> list[str]:
-        """The names of a tensor of the model that is stored as several with other values, and in ``kept`` as fewer."""
+        """The names of a tensor of the model, if it is stored as several that differ, and in ``kept`` as fewer."""
         for names in self._tied.values():
             own = {name: self._sources[name].pieces[0].stored for name in names if name in self._sources}
             if len(own) > 1 and not own.keys() <= kept._sources.keys():

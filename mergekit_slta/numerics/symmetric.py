@@ -41,7 +41,7 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
 
 
 def frobenius(matrix: torch.Tensor) -> torch.Tensor:
-    """|matrix|_F by rows: torch's own sum over a large matrix stops to grow on a CPU (by 2 % at [16000, 16000])."""
+    """|matrix|_F by rows: torch's own sum over a large matrix stops growing on a CPU (−2 % at [16000, 16000])."""
     return matrix.norm(dim=1).cpu().double().norm().to(matrix)
 
 

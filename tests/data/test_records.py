@@ -236,7 +236,7 @@ def test_conversations_that_say_control_tokens_are_counted(
     chats = [{"messages": [turn("user", said), SAID[1]]}, {"messages": SAID}, {"text": "a</s>"}]
     load(write_jsonl(tmp_path / "a.jsonl", chats), tokenizer)
     token = "'<pad>'" if said == "<pad>" else "'</s>'"
-    assert f"1 of 3 prompts say control tokens such as {token}, which the model takes for its own" in caplog.text
+    assert f"1 of 3 prompts hold control tokens such as {token}, which the model takes as its own" in caplog.text
 
 
 def test_a_long_conversation_is_looked_through_in_time_that_grows_with_its_length(tmp_path: Path) -> None:
