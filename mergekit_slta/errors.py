@@ -16,9 +16,7 @@ Result = TypeVar("Result")
 LONGEST = 2000  # characters of a sentence
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # "cublasCreate" and "cusolverDnCreate" fail where another program has filled the GPU.
-_OUT_OF_MEMORY = re.compile(
-    "out of memory|(can't|cannot) allocate memory|CPUAllocator|STATUS_ALLOC|(blas|Dn)Create", re.I
-)
+_OUT_OF_MEMORY = re.compile("out of memory|can('t|not) allocate memory|CPUAllocator|STATUS_ALLOC|(blas|Dn)Create", re.I)
 _DISK_FULL = re.compile("no space left|not enough disk space|disk quota exceeded", re.IGNORECASE)
 
 
@@ -89,12 +87,10 @@ def reading(what: object, problem: str = "cannot be read", fix: str = "get an un
     """Turn errors of many kinds that libraries raise for damaged input, ``what``, into an SltaError that names it."""
     try:
         yield
-    except SltaError:
-        raise
     except BaseException as error:
         # Libraries written in Rust raise panics, which are not Exceptions and whose class cannot be imported.
         of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if is_out_of_memory(error) or not of_library:
+        if isinstance(error, SltaError) or is_out_of_memory(error) or not of_library:
             raise
         kind = SltaError
         if is_disk_full(error):  # the reader writes too: it merges an adapter, or downloads
@@ -115,10 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def files_named(then: str = "") -> Iterator[None]:
-    """Turn a lack of memory, and errors of reading and writing files, that nobody has explained into an SltaError.
-
-    ``then`` says what the user can do about files.
-    """
+    """Turn unexplained errors of memory and files into an SltaError; ``then`` says what the user can do about files."""
     try:
         yield
     except SltaError:

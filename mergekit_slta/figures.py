@@ -92,10 +92,9 @@ class Points(NamedTuple):
 def drawn(figure: Figure, form: str = "png") -> bytes:
     """A chart on a white ground, as PNG or as SVG, which is sharp at any size."""
     file = io.BytesIO()
-    metadata = {"Date": None} if form == "svg" else None
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # a name in a script that the font lacks
-        figure.savefig(file, format=form, metadata=metadata)
+        figure.savefig(file, format=form, metadata={"Date": None} if form == "svg" else None)
     return file.getvalue()
 
 

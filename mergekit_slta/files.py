@@ -90,10 +90,8 @@ def is_hub_name(name: str) -> bool:
 
 def local_name(name: str) -> str:
     """A model's name; a relative path to an existing folder begins with a dot, so that it is no Hub id."""
-    parts = name.split("+")
-    return "+".join(
-        f"./{part}" if not (part[:1] == "." or is_private(part)) and os.path.isdir(part) else part for part in parts
-    )
+    bare = {part for part in name.split("+") if not (part[:1] == "." or is_private(part)) and os.path.isdir(part)}
+    return "+".join(f"./{part}" if part in bare else part for part in name.split("+"))
 
 
 def versions() -> dict[str, str]:

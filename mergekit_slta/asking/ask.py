@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import logging
 import os
 import random
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import groupby, takewhile
 from pathlib import Path
@@ -133,9 +132,7 @@ def ask(
         progress("the first prompts", 0)
         for batch in batches:
             produced = _produced(loaded, [asked[number].ids for number in batch], max_new_tokens)
-            finished = {
-                number: _answer(source, asked[number], *ids) for number, ids in zip(batch, produced, strict=True)
-            }
+            finished = {n: _answer(source, asked[n], *ids) for n, ids in zip(batch, produced, strict=True)}
             with beside.open("a", encoding="utf-8") as file:
                 file.write(_lines(*finished.items()))
             answered |= finished
@@ -145,18 +142,12 @@ def ask(
         raise SltaError(f"{reference} answers none of {counted(len(answers), 'prompt')}: give other prompts.")
     total, loops = counted(len(answers), "answer"), sum(answer.loops for answer in answers)
     thoughts = sum(answer.thinks for answer in answers)
+    fix = "delete the file, ask for it with --max-new-tokens 4096, and set 'max_tokens: 4608' in the recipe"
     for count, what in (
-        (
-            thoughts,
-            f"end in the reasoning after {max_new_tokens} tokens: delete the file, ask for it with --max-new-tokens "
-            "4096, and set 'max_tokens: 4608' in the recipe",
-        ),
+        (thoughts, f"end in the reasoning after {max_new_tokens} tokens: {fix}"),
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
-        (
-            sum(answer.cut for answer in answers) - thoughts,
-            f"are cut off after {max_new_tokens} tokens",
-        ),
+        (sum(answer.cut for answer in answers) - thoughts, f"are cut off after {max_new_tokens} tokens"),
         (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):
         if count:
@@ -277,13 +268,10 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     padded = torch.tensor([[0] * (width - len(row)) + [*row] for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     try:
-        with torch.inference_mode(), without_kernels() if model.device.type == "cpu" else contextlib.nullcontext():
+        checks = transformers.LogitsProcessorList([partial(_finite, model)])
+        with torch.inference_mode(), without_kernels() if model.device.type == "cpu" else nullcontext():
             tokens = model.generate(
-                padded,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=limit,
-                logits_processor=transformers.LogitsProcessorList([partial(_finite, model)]),
+                padded, attention_mask=mask, do_sample=False, max_new_tokens=limit, logits_processor=checks
             )[:, width:]
         words = [[*takewhile(lambda token: token not in ends, row)] for row in tokens.tolist()]
         return [(word, row[len(word) : len(word) + 1]) for word, row in zip(words, tokens.tolist(), strict=True)]
@@ -314,9 +302,8 @@ def _answer(source: CalibrationSource, prompt: _Prompt, words: list[int], end: l
     """The record that gives the most of the tokens that the model was given and produced."""
     ids = [*prompt.ids, *words, *end]
     pieces = ([*prompt.ids], [*prompt.ids, *words], words, end)
-    given, whole, text, stop = (
-        str(source.tokenizer.decode(piece, clean_up_tokenization_spaces=False)) for piece in pieces
-    )
+    decode = partial(source.tokenizer.decode, clean_up_tokenization_spaces=False)
+    given, whole, text, stop = (str(decode(piece)) for piece in pieces)
     if whole.startswith(given):  # the answer alone may lack the space that it begins with
         text = whole.removeprefix(given)
     text = text if end else text.rstrip("\ufffd")  # half of a character

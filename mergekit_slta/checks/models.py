@@ -20,18 +20,11 @@ from mergekit_slta.checks.folder import beside_weights, code_of, refuse_links
 from mergekit_slta.checks.tokenizers import json_file
 from mergekit_slta.engine.partial import require_finished
 from mergekit_slta.errors import SltaError, refuse
+from mergekit_slta.models import headers
 from mergekit_slta.models.adapters import NO_FOLDER, names_in, target_of, with_adapter
 from mergekit_slta.models.architecture import refuse_turned, vocabulary_axes
 from mergekit_slta.models.fingerprint import adapter_settings, computation
-from mergekit_slta.models.headers import (
-    ADAPTER_CONFIG,
-    Model,
-    adapter_folder,
-    adapter_weights,
-    config_entry,
-    file_headers,
-    folder_with,
-)
+from mergekit_slta.models.headers import Model, config_entry
 from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
@@ -76,11 +69,11 @@ def _full_precision(model: Model) -> None:
 
 def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None:
     """Refuse an adapter that cannot be merged: peft puts its tensors into the model, both without their content."""
-    folder = adapter_folder(adapter, cache_dir)
-    headers = file_headers(adapter_weights(folder))
+    folder = headers.adapter_folder(adapter, cache_dir)
+    stored = headers.file_headers(headers.adapter_weights(folder))
     refuse_links(folder, beside_weights(folder))
     settings = adapter_settings(folder)
-    if parted := _parted_ends(model, settings, headers):
+    if parted := _parted_ends(model, settings, stored):
         raise SltaError(
             f"The adapter {adapter} changes {listed(parted)} of {model.reference.model}, where embedding and output "
             "head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save the "
@@ -88,7 +81,7 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
         )
     # The mask of SHiRA cannot be drawn without the weights.
     if model.built is not None and settings.get("peft_type") != "SHIRA":
-        tensors = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
+        tensors = {name: torch.empty(header.shape, device="meta") for name, header in stored.items()}
         with_adapter(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 
 
@@ -198,11 +191,11 @@ def other_base(base: Model, model: Model, cache_dir: str | None) -> Iterator[str
     """An expert that was trained on another model, as its adapter's configuration says, or its card."""
     adapter, trained_on = model.reference.lora, list[str]()
     if adapter is not None:
-        file = adapter_folder(adapter, cache_dir) / ADAPTER_CONFIG
+        file = headers.adapter_folder(adapter, cache_dir) / headers.ADAPTER_CONFIG
         base, trained_on = model, [str(json_file(file).get("base_model_name_or_path") or "")]
     elif not os.path.exists(base.reference.model.path):
         with contextlib.suppress(Exception):  # a card may be anything
-            card = ModelCard.load(folder_with(("README.md",), model.reference.model, cache_dir) / "README.md")
+            card = ModelCard.load(headers.folder_with(("README.md",), model.reference.model, cache_dir) / "README.md")
             named = card.data.base_model or []
             named = [named] if isinstance(named, str) else named
             on_hub = not os.path.exists(model.reference.model.path)  # in a folder's card it may be a path
@@ -272,7 +265,6 @@ def outside_the_model(base: Model, *experts: Model) -> Iterator[str]:
         theirs = expert.layout(base.built)
         lost = {*layout.may_lack(theirs)} - {*_merged_tensors(expert, theirs)}
         if names := [name for name in _merged_tensors(base, layout) if name in lost]:
-            of_base = f"those of the base model {base}"
-            yield f"{listed(names)}, which {expert} lacks, will be merged as if it had {of_base}."
+            yield f"{listed(names)}, which {expert} lacks, will be merged as if it had those of the base model {base}."
         if names := [name for name in theirs.outside if name not in base.tensors]:
             yield f"{listed(names)} of {expert} will be left out, because the base model {base} has none."

@@ -53,15 +53,11 @@ class Needs:
         parts = {"for the download": total, "for the merged model": self.merged, "for the solved layers": self.solved}
         parts["for the merged adapters"] = self.adapters
         disk = ", ".join(f"{as_size(nbytes)} {purpose}" for purpose, nbytes in parts.items() if nbytes)
-        return "\n".join(
-            [
-                f"Download: {f'{as_size(total)} ({models})' if total else 'nothing, all models are here'}",
-                f"Disk: {as_size(sum(parts.values()))} ({disk})",
-                f"Memory: about {as_size(self.memory)}"
-                + f" (this machine has only {as_size(self.of_machine)})" * (0 < self.of_machine < self.memory)
-                + f" to merge an adapter, which no GPU does; then {as_size(self.of_run)}" * (self.memory > self.of_run),
-            ]
-        )
+        download = f"{as_size(total)} ({models})" if total else "nothing, all models are here"
+        memory = f"about {as_size(self.memory)}"
+        memory += f" (this machine has only {as_size(self.of_machine)})" * (0 < self.of_machine < self.memory)
+        memory += f" to merge an adapter, which no GPU does; then {as_size(self.of_run)}" * (self.memory > self.of_run)
+        return f"Download: {download}\nDisk: {as_size(sum(parts.values()))} ({disk})\nMemory: {memory}"
 
 
 def needs(experiment: Experiment) -> Needs:

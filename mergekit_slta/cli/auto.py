@@ -35,7 +35,6 @@ from mergekit_slta.tables import as_size
 from mergekit_slta.words import as_score, enumerated, plain_number
 
 MERGE = "featcal"  # the merge that the others are compared with
-RIVALS = ("task_arithmetic", "actmat")
 STEPS, SCORES, LOG = "steps.json", "scores.json", "log.txt"
 ENOUGH = 0.9  # of what the task's own model answers: with less, something may be gained
 
@@ -70,13 +69,7 @@ class Plan:
     """
 
     def __init__(
-        self,
-        base: str,
-        experts: Sequence[str],
-        folder: Path,
-        calibration: Sequence[str] = (),
-        *,
-        keep_base: bool = True,
+        self, base: str, experts: Sequence[str], folder: Path, calibration: Sequence[str] = (), keep_base: bool = True
     ) -> None:
         require_sources(MERGE, len(experts), len(calibration))
         if not keep_base and len(experts) == 1:
@@ -98,12 +91,10 @@ class Plan:
         new = ["new", base, *experts]
         given = [f"--calibration={source}" for source in self.sources.values()]
         commands = {MERGE: [*new, f"--report={folder}", *given]}
-        for method in RIVALS:
-            if method == "task_arithmetic":  # with weight 1, one expert is only copied
-                weights = {0.5, round(1 / len(experts), 2)} - {1.0}
-                commands |= {f"{method}-{w}": [*new, "--method", method, "--weight", str(w)] for w in sorted(weights)}
-            elif len(experts) > 1:
-                commands[method] = [*new, "--method", method]
+        for weight in sorted({0.5, round(1 / len(experts), 2)} - {1.0}):  # with weight 1, one expert is only copied
+            commands[f"task_arithmetic-{weight}"] = [*new, "--method", "task_arithmetic", "--weight", str(weight)]
+        if len(experts) > 1:
+            commands["actmat"] = [*new, "--method", "actmat"]
         self.recipes = {name: Step(words, folder / "recipes" / f"{name}.yml") for name, words in commands.items()}
         self.merges, models = dict[str, Step](), [base, *experts, *self.sources.values()]
         for name, recipe in self.recipes.items():
@@ -154,8 +145,7 @@ class Plan:
         taken = needs(experiment)
         yield str(taken)
         written = [str(step.output) for step in self.answers.values() if not step.output.exists()]
-        tasks = [task for task in experiment.recipe.tasks if task.calibration in written]
-        if tasks:
+        if tasks := [task for task in experiment.recipe.tasks if task.calibration in written]:
             asked, most = [*map(str, tasks)], max(asking(experiment, task.reference) for task in tasks)
             yield f"First, prompts are answered by {enumerated(asked)}, loaded whole: up to {as_size(most)} of memory."
         yield f"Comparison: {as_size(taken.merged * (len(self.merges) - 1))} more disk space until it is done"

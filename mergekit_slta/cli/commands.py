@@ -12,26 +12,8 @@ from typing import Any
 import click
 
 from mergekit_slta import __version__, files
-from mergekit_slta.cli.options import (
-    COUNT,
-    FILE,
-    FOLDER,
-    LEVELS_HELP,
-    ModelCommand,
-    Result,
-    ResultCommand,
-    applied,
-    calibration_files,
-    download_folder,
-    json_option,
-    measured_levels,
-    merged_folder,
-    output_folder,
-    quiet,
-    recipe_path,
-    trusted_code,
-    write_json,
-)
+from mergekit_slta.cli import options as shared
+from mergekit_slta.cli.options import COUNT, FILE, FOLDER, LEVELS_HELP, ModelCommand, Result, ResultCommand, applied
 from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, printable
 from mergekit_slta.recipe.new import ADAPTER_OPTION, METHODS, new_recipe
@@ -82,7 +64,7 @@ def main() -> None:
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("--method", type=click.Choice(METHODS), default="featcal", show_default=True, help="The merge method.")
-@calibration_files
+@shared.calibration_files
 @click.option("--weight", type=float, help="The experts' weight, for methods that do not solve it.")
 @click.option("--report", metavar="DIR", help="The folder for the merge's report, with featcal and slta.")
 def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> None:
@@ -101,7 +83,7 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 @click.argument("base")
 @click.argument("experts", metavar="EXPERT...", nargs=-1, required=True)
 @click.option("-o", "--output", "folder", required=True, metavar="FOLDER", type=FOLDER, help="The folder to write.")
-@calibration_files
+@shared.calibration_files
 @click.option(
     "--keep-base/--no-keep-base",
     default=True,
@@ -110,7 +92,7 @@ def new(base: str, experts: tuple[str, ...], method: str, **options: Any) -> Non
 )
 @click.option("--keep", is_flag=True, help="Delete no merged model; by default, featcal's and the best remain.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-@json_option
+@shared.json_option
 def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run: bool, **options: Any) -> Result:
     """Merge each EXPERT, a fine-tune of the model BASE, with featcal, compare the merge, and say what it is worth.
 
@@ -154,11 +136,8 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
 @click.argument("model", required=False)
 @click.argument("prompts", required=False, default="")
 @click.option(
-    "-o",
-    "--output",
-    "out",
+    *("-o", "--output", "out"),
     required=True,
-    metavar="FILE",
     type=FILE,
     help="The .jsonl file to write; with --prompts-only, the .txt file.",
 )
@@ -193,8 +172,8 @@ def ask(model: str | None, out: Path, topics: tuple[str, ...], prompts_only: boo
 
 
 @main.command(cls=ModelCommand, short_help="Find everything that is wrong with a recipe.")
-@recipe_path
-@json_option
+@shared.recipe_path
+@shared.json_option
 def check(recipe: Path, **options: Any) -> Result:
     """Find everything that is wrong with RECIPE, before anything large is downloaded or computed.
 
@@ -213,9 +192,9 @@ def check(recipe: Path, **options: Any) -> Result:
 
 
 @main.command(cls=ModelCommand, short_help="Measure a recipe's models and write a statistics file.")
-@recipe_path
+@shared.recipe_path
 @click.option("-o", "--output", "stats", required=True, metavar="STATS", type=FILE, help="The file to write.")
-@measured_levels("the recipe's")
+@shared.measured_levels("the recipe's")
 def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> None:
     """Measure RECIPE's models on its prompts, and write the statistics file STATS.
 
@@ -261,15 +240,15 @@ def calibrate(recipe: Path, stats: Path, levels: list[str], **options: Any) -> N
 @click.option(
     "--bootstrap", type=click.IntRange(min=2), metavar="R", help="Print standard errors, from R draws of the prompts."
 )
-@json_option
+@shared.json_option
 @click.option("--recipe", "recipe_file", metavar="FILE", help="Write a mergekit recipe that runs without this plugin.")
 @click.option(
     "--model", "paths", multiple=True, metavar="NAME=PATH", help="The path or Hub id of model NAME, for --recipe."
 )
 @click.option("--tokenizer-source", metavar="X", default="", help="mergekit's tokenizer_source, for --recipe.")
-@trusted_code
-@download_folder
-@quiet
+@shared.trusted_code
+@shared.download_folder
+@shared.quiet
 def solve(
     stats: str,
     models: str | None,
@@ -314,7 +293,7 @@ def solve(
     solution = solution.bootstrap(bootstrap) if bootstrap else solution
     if json_file != "-":
         click.echo(solution)
-    write_json(solution.to_json(), json_file)
+    shared.write_json(solution.to_json(), json_file)
     if json_file and json_file != "-":
         click.echo(f"{json_file} written.")
     if recipe_file:
@@ -331,10 +310,10 @@ def solve(
 
 
 @main.command(cls=ModelCommand, short_help="Measure how well merged models do each task.")
-@recipe_path
+@shared.recipe_path
 @click.argument("out", nargs=-1, required=True, type=FOLDER)
 @click.option("--samples", type=COUNT, default=100, show_default=True, help="The most held-out prompts of each task.")
-@json_option
+@shared.json_option
 def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) -> Result:
     """Score the merged models in the folders OUT, the base model and the experts on the experts' tasks, best first.
 
@@ -370,9 +349,9 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) 
 @main.command(
     cls=ModelCommand, short_help="Measure how far an expert's effect is from being proportional to its weight."
 )
-@recipe_path
-@output_folder
-@measured_levels("model, layer, attn_mlp")
+@shared.recipe_path
+@shared.output_folder
+@shared.measured_levels("model, layer, attn_mlp")
 @click.option("--samples", type=COUNT, default=5, show_default=True, help="The number of prompts of each task.")
 @click.option("--pairs/--no-pairs", default=True, show_default=True, help="Measure 25 merges of every two experts.")
 @click.option("--triples", is_flag=True, help="Measure 27 merges of every three experts.")
@@ -405,8 +384,8 @@ def linearity(
 
 @main.command(short_help="Write a page on what a merge with slta retains of each expert.")
 @click.argument("stats")
-@output_folder
-@download_folder
+@shared.output_folder
+@shared.download_folder
 def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
     """Write a page with figures (report.html) on the merge that the statistics file STATS gives.
 
@@ -428,9 +407,9 @@ def report(stats: str, folder: Path, transformers_cache: str | None) -> None:
 
 
 @main.command(cls=ModelCommand, short_help="Merge, as mergekit-yaml does.")
-@recipe_path
+@shared.recipe_path
 @click.argument("out")
-@json_option
+@shared.json_option
 def merge(recipe: Path, out: str, **options: Any) -> Result | None:
     """Check RECIPE, then merge its models into the folder OUT, as mergekit-yaml does.
 
@@ -456,9 +435,9 @@ def merge(recipe: Path, out: str, **options: Any) -> Result | None:
 
 
 @main.command(cls=ModelCommand, short_help="Check that programs can use a finished merge.")
-@recipe_path
-@merged_folder
-@json_option
+@shared.recipe_path
+@shared.merged_folder
+@shared.json_option
 def verify(recipe: Path, out: Path, **options: Any) -> Result:
     """Re-read the merged model in OUT tensor by tensor, and check that programs can use it.
 
@@ -476,13 +455,13 @@ def verify(recipe: Path, out: Path, **options: Any) -> Result:
 
 
 @main.command(cls=ResultCommand, short_help="Check a merged model and upload it to the Hub.")
-@merged_folder
+@shared.merged_folder
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--private", is_flag=True, help="Make a new repository private.  [default: the organization's setting]")
 @click.option("--dry-run", is_flag=True, help="Only check, and list the files to upload.")
-@trusted_code
-@quiet
-@json_option
+@shared.trusted_code
+@shared.quiet
+@shared.json_option
 def publish(out: Path, repository: str, **options: bool) -> Result:
     """Check the merged model in OUT, bring its model card up to date, and upload it to ORG/NAME on the Hub.
 

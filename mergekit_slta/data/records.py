@@ -118,10 +118,9 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
             beside = [name for name in unread(record, names) if not _holds(text, str(record[name]).strip())]
             return text._replace(unread=tuple(beside), is_pair=len(fields) > 1)
     if not chat_fields and not groups:
-        raise UnfitRecord(
-            f"{where} has none of the known fields: its fields are {listed(map(str, record)) or 'none'}. "
-            "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'."
-        )
+        problem = f"{where} has none of the known fields: its fields are {listed(map(str, record)) or 'none'}"
+        fix = "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'"
+        raise UnfitRecord(f"{problem}. {fix}.")
     return Text("")
 
 
@@ -206,27 +205,21 @@ def template_fields(template: str) -> list[str]:
     try:
         named = [(name, form) for _, name, form, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise SltaError(
-            f"The template {template!r} is not a valid format string ({error}): write a brace as '{{{{'."
-        ) from error
+        problem = f"The template {template!r} is not a valid format string ({error})"
+        raise SltaError(f"{problem}: write a brace as '{{{{'.") from error
     # A width of five digits or more would fill the memory.
     unknown = any(not _FIELD.fullmatch(name) or re.search(r"{|\d{5}", form or "") for name, form in named)
     if not named or unknown:
-        raise SltaError(
-            f"The template {template!r} must name fields of a row, each as '{{field}}', '{{field[key]}}' for a part "
-            "of a field, or '{field:format}' with a width below 10000."
-        )
+        forms = "'{field}', '{field[key]}' for a part of a field, or '{field:format}' with a width below 10000"
+        raise SltaError(f"The template {template!r} must name fields of a row, each as {forms}.")
     return [name.split("[")[0] for name, _ in named]
 
 
 def _fill(template: str, record: Record, where: object) -> Text:
     fields = template_fields(template)
-    for field in fields:
-        if field not in record:
-            raise UnfitRecord(
-                f"{where} has no field {field!r}, which the template {template!r} names: "
-                f"its fields are {listed(map(str, record)) or 'none'}."
-            )
+    if lacking := [field for field in fields if field not in record]:
+        problem = f"{where} has no field {lacking[0]!r}, which the template {template!r} names"
+        raise UnfitRecord(f"{problem}: its fields are {listed(map(str, record)) or 'none'}.")
     if all(is_blank(record[field]) for field in fields):
         return Text("")
     text, tail, formatter = "", "", string.Formatter()
@@ -240,14 +233,12 @@ def _fill(template: str, record: Record, where: object) -> Text:
             shown = formatter.convert_field("" if value is None else value, conversion)
             written = str(formatter.format_field(shown, form or ""))
         except Exception as error:  # of any kind: the value is any, and so is what is asked of it
-            raise UnfitRecord(
-                f"{where} does not fit the template {template!r} ({first_line(error)}): correct the template."
-            ) from error
+            problem = f"{where} does not fit the template {template!r} ({first_line(error)})"
+            raise UnfitRecord(f"{problem}: correct the template.") from error
         if isinstance(value, (list, dict, bytes)):
-            raise UnfitRecord(
-                f"{where} has a {type(value).__name__} in {name!r}, which the template {template!r} would print: write "
-                f"a part of it, such as '{{{name}[key]}}', or leave the template out and call a chat 'messages'."
-            )
+            problem = f"{where} has a {type(value).__name__} in {name!r}, which the template {template!r} would print"
+            fix = f"write a part of it, such as '{{{name}[key]}}', or leave the template out and call a chat 'messages'"
+            raise UnfitRecord(f"{problem}: {fix}.")
         last = len(text), len(text) + len(written)
         text += written
     is_answer = len(fields) > 1 and (fields[-1] in ANSWERS or not (_END.sub("", tail).strip() or ANSWERS & {*fields}))
@@ -304,9 +295,8 @@ def _turn(turn: dict[str, Any], what: str) -> dict[str, Any]:
     of_role, of_content = ("role", "from"), ("content", "value", "text")
     roles, contents = ([turn[key] for key in keys if key in turn] for keys in (of_role, of_content))
     if not roles:
-        raise UnfitRecord(
-            f"{what} has a turn without 'role' and 'content', or 'from' and 'value': its fields are {', '.join(turn)}."
-        )
+        lacking = "'role' and 'content', or 'from' and 'value'"
+        raise UnfitRecord(f"{what} has a turn without {lacking}: its fields are {', '.join(turn)}.")
     role, content = str(roles[0]).lower(), contents[0] if contents else ""
     content = content or "" if isinstance(content, (str, list, dict)) else str(content)
     if role not in ROLES:

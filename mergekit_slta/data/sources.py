@@ -143,14 +143,10 @@ class CalibrationSource:
         if 0 < len(drawn) < samples and not quiet:
             which = "prompts that calibration did not use" if used else "prompts that 'samples' sets"
             LOG.warning("%s has only %d of the %d %s.", source, len(drawn), samples, which)
-        return CalibrationData(
-            self.source,
-            tuple(sample.row for sample in drawn),
-            tuple(sample.record for sample in drawn),
-            tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn),
-            _revision(records),
-            any(sample.text.is_chat for sample in drawn),
-        )
+        rows, numbers = tuple(sample.row for sample in drawn), tuple(sample.record for sample in drawn)
+        answers = tuple(s.answer if s.answer and s.answer[0] < self.max_tokens else None for s in drawn)
+        has_chats = any(sample.text.is_chat for sample in drawn)
+        return CalibrationData(self.source, rows, numbers, answers, _revision(records), has_chats)
 
     def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
         """What the prompts lack of the rows, a sentence each."""
@@ -165,18 +161,12 @@ class CalibrationSource:
         left_out = Counter(("the chat template", part) for sample in drawn for part in sample.text.left_out)
         left_out.update(("calibration", f"the field {name!r}") for sample in drawn for name in sample.text.unread)
         for (who, part), count in left_out.items():
-            yield (
-                f"{who} leaves out {part} of {count} of {len(drawn)} prompts: write it in a 'template' or "
-                "in the field 'text'."
-            )
+            fix = "write it in a 'template' or in the field 'text'"
+            yield f"{who} leaves out {part} of {count} of {len(drawn)} prompts: {fix}."
         yield from self.control_tokens([sample.text.conversation for sample in drawn])
         texts = [sample.text for sample in drawn]
-        markers = {
-            marker
-            for text in texts
-            for marker in (self._template_markers if text.is_chat else MARKER.findall(text.text))
-            if marker in text.text
-        }
+        known = ((text.text, self._template_markers if text.is_chat else MARKER.findall(text.text)) for text in texts)
+        markers = {marker for words, marked in known for marker in marked if marker in words}
         if split := markers - self.tokenizer.get_vocab().keys():
             yield (
                 f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} into pieces: add "
@@ -187,25 +177,20 @@ class CalibrationSource:
         pairs = [text for text in texts if text.is_pair and not any(marker in text.text for marker in written)]
         with contextlib.suppress(SltaError):  # no model has a chat template
             if pairs and self._chat_tokenizer:
-                yield (
-                    f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: for experts that "
-                    "were trained on chats, give them as 'messages'."
-                )
+                fix = "for experts that were trained on chats, give them as 'messages'"
+                yield f"{len(pairs)} of {len(texts)} prompts reach the models without a chat template: {fix}."
         if "\\n" in self.template:
             yield "the template has a backslash and an n: for a new line, write it in double quotes."
         chats = [(text.text, text.conversation) for text in texts if text.is_chat]
         if thoughts := sum(bool(THOUGHTLESS.search(text) and not THOUGHTLESS.search(chat)) for text, chat in chats):
-            yield (
-                f"the chat template writes an empty thought before {thoughts} of {len(texts)} answers: for "
-                "a merge that thinks, take answers with their reasoning, such as those of `ask`."
-            )
+            fix = "for a merge that thinks, take answers with their reasoning, such as those of `ask`"
+            yield f"the chat template writes an empty thought before {thoughts} of {len(texts)} answers: {fix}."
         answers = [sample.answer for sample in drawn if sample.answer]
         if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
             cut = sum(begin < self.max_tokens for begin, _ in beyond)
-            yield (
-                f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
-                f"{f', {cut} of them in part' * bool(cut)}: raise 'max_tokens' to {max(end for _, end in beyond)}."
-            )
+            said = f"{len(beyond)} of {len(drawn)} answers lie beyond max_tokens {self.max_tokens}"
+            said += f", {cut} of them in part" * bool(cut)
+            yield f"{said}: raise 'max_tokens' to {max(end for _, end in beyond)}."
 
     def _encode(self, text: Text) -> tuple[tuple[int, ...], Span | None]:
         """A text's token ids, none if all are special, and which of them are its answer, also beyond ``max_tokens``."""
@@ -215,14 +200,10 @@ class CalibrationSource:
         # A book would take minutes to tokenize; what is before an answer is counted.
         prefix = text.text[: max(CHARACTERS_PER_TOKEN * self.max_tokens, last if self.tokenizer.is_fast else 0)]
         with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
-            encoding = self.tokenizer(
-                prefix,
-                add_special_tokens=not text.is_chat,  # a chat template writes them itself
-                padding=False,
-                truncation=False,  # which may cut at the beginning
-                return_offsets_mapping=self.tokenizer.is_fast,
-                verbose=False,
-            )
+            # A chat template writes special tokens itself; truncation may cut at the beginning.
+            how: dict[str, Any] = {"add_special_tokens": not text.is_chat, "truncation": False, "padding": False}
+            how |= {"return_offsets_mapping": self.tokenizer.is_fast, "verbose": False}
+            encoding = self.tokenizer(prefix, **how)
         ids: list[int] = encoding["input_ids"]
         places: list[Span] = encoding.get("offset_mapping", [])  # a slow tokenizer does not tell each token's place
         special = 0 if text.is_chat else self.tokenizer.num_special_tokens_to_add()
@@ -321,10 +302,9 @@ def read_records(source: str) -> Sequence[Record]:
     if is_dataset(source):
         records = _read_dataset(source)
     elif extension not in READERS:
-        raise SltaError(
-            f"Calibration source {source!r} has no known extension: it must be {', '.join(READERS)}; "
-            f"write '{DATASET_PREFIX}{source}' if it is a dataset or a folder."
-        )
+        fix = f"write '{DATASET_PREFIX}{source}' if it is a dataset or a folder"
+        known = f"it must be {', '.join(READERS)}"
+        raise SltaError(f"Calibration source {source!r} has no known extension: {known}; {fix}.")
     elif not os.path.isfile(path):
         problem = "is not an ordinary file" if os.path.exists(path) else "does not exist"
         asked = problem == "does not exist" and path.endswith(".jsonl")
@@ -359,9 +339,7 @@ def _read_json(path: str) -> list[Record]:
         values.append(value)
     records: list[Record] = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     if len(records) == 1 and isinstance(only := records[0], dict) and {*map(type, only.values())} == {dict}:
-        raise ValueError(
-            f"it is a table by columns, {listed(only)}, and not by rows, as pandas writes by orient='records'"
-        )
+        raise ValueError(f"it is a table by columns, {listed(only)}, not by rows, as pandas writes by orient='records'")
     if odd := [number for number, record in enumerate(records, 1) if not isinstance(record, dict)]:
         raise ValueError(f"row {odd[0]} is no object; it must hold JSON objects, one after the other or in a list")
     return records
@@ -395,13 +373,7 @@ def _read_parquet(path: str) -> list[Record]:
     return list(stream(columns=_text_columns(stream().features)))
 
 
-READERS: dict[str, Callable[[str], list[Record]]] = {
-    ".jsonl": _read_json,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
+READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet, ".txt": _read_text}
 
 
 def _saved_files(folder: Path) -> dict[str, str]:
@@ -471,10 +443,8 @@ def parse_dataset(source: str) -> tuple[str, str | None, str | None]:
     settings = dict(pairs)
     valid = len(settings) == len(pairs) and settings.keys() <= {"config", "split"} and all(settings.values())
     if not name or not valid:
-        raise SltaError(
-            f"Calibration source {source!r} must be '{DATASET_PREFIX}DATASET', alone or followed by '?config=NAME', "
-            "'?split=NAME' or '?config=NAME&split=NAME'."
-        )
+        ends = "alone or followed by '?config=NAME', '?split=NAME' or '?config=NAME&split=NAME'"
+        raise SltaError(f"Calibration source {source!r} must be '{DATASET_PREFIX}DATASET', {ends}.")
     return os.path.expanduser(name), settings.get("config"), settings.get("split")
 
 

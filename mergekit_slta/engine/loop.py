@@ -40,8 +40,7 @@ from mergekit_slta.models.checkpoint import Checkpoint, Source, Tensors
 LOG = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# Called with the number of this process's samples that have passed another step of a layer.
-Progress = Callable[[int], object]
+Progress = Callable[[int], object]  # told how many of this process's samples have passed another step of a layer
 SECONDS_BETWEEN_LINES = 30  # of progress without a terminal, and between two looks at a bar's time
 BAR = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining} {desc}"  # of a long description, tqdm cuts the end off
 
@@ -199,9 +198,7 @@ def read_layers(decoder: Decoder, models: Sequence[Checkpoint]) -> Iterator[list
 
 
 @contextlib.contextmanager
-def progress_bar(
-    doing: str, models: Iterable[object], total: int, quiet: bool
-) -> Iterator[Callable[[str, int], object]]:
+def progress_bar(doing: str, models: Iterable[object], total: int, quiet: bool) -> Iterator[Callable[[str, int], None]]:
     """Show the share of the work done; yield a function to call with what is at hand, and the steps just taken.
 
     Every half minute, even within a step, the bar shows the time anew; without a terminal, a line is printed.

@@ -34,9 +34,7 @@ def layer_bytes(decoder: Decoder, models: int) -> int:
 
     def numbers(layer: torch.nn.Module) -> int:
         state, stacks = layer.state_dict(), routed_tensors(layer)
-        return sum(
-            len(state[name]) and state[name].numel() // (len(state[name]) if name in stacks else 1) for name in state
-        )
+        return sum(part.numel() // (max(1, len(part)) if name in stacks else 1) for name, part in state.items())
 
     return NUMBER * models * max(numbers(decoder.layers[layer]) for layer in decoder.one_of_each_kind)
 

@@ -52,19 +52,16 @@ class Partial:
         """
         with ranks.one_refusal():  # each rank may have a disk of its own
             # In this order: another process may begin between them.
-            odd, run = _odd_entry(self.folder), run_of(self.folder)
+            folder, odd, run = self.folder, _odd_entry(self.folder), run_of(self.folder)
             if run is None and odd:
-                raise SltaError(
-                    f"{self.folder} holds {odd}, which no unfinished run writes: name another file or folder."
-                )
-            self.folder.mkdir(parents=True, exist_ok=True)
+                raise SltaError(f"{folder} holds {odd}, which no unfinished run writes: name another file or folder.")
+            folder.mkdir(parents=True, exist_ok=True)
             if ranks.first:
                 try:
                     self._lock.acquire()
                 except filelock.Timeout:
-                    raise MachineError(
-                        f"Another process or thread is working in {self.folder}: wait until it has ended."
-                    ) from None
+                    problem = f"Another process or thread is working in {folder}"
+                    raise MachineError(f"{problem}: wait until it has ended.") from None
                 except (OSError, NotImplementedError):  # some file systems have no locks
                     LOG.debug("%s cannot be locked", self.folder, exc_info=True)
         try:
@@ -78,9 +75,7 @@ class Partial:
                     (self.folder / LOCK).unlink(missing_ok=True)
                 _remove_empty(self._made)
 
-    def begin(
-        self, identity: Mapping[str, object], ranks: Ranks, *, replace: bool = False, quiet: bool = False
-    ) -> None:
+    def begin(self, identity: Mapping[str, Any], ranks: Ranks, *, replace: bool = False, quiet: bool = False) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
         With ``replace`` the layers of another run are deleted, and the log says so, instead of an SltaError.
@@ -89,10 +84,8 @@ class Partial:
             known, identity = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(identity))
             changed = ", ".join([key for key in identity if known is not None and known.get(key) != identity[key]])
             if changed and not replace:
-                raise SltaError(
-                    f"{self.folder} belongs to another measurement (different {changed}): finish that "
-                    "measurement, or delete the folder."
-                )
+                fix = "finish that measurement, or delete the folder"
+                raise SltaError(f"{self.folder} belongs to another measurement (different {changed}): {fix}.")
             if changed:
                 if any(self.folder.glob("*.safetensors")):
                     LOG.warning("The layers of another merge (different %s) in %s were deleted.", changed, self.folder)
@@ -174,6 +167,5 @@ def _written(file: Path) -> Iterator[Path]:
         with files.replacing(file) as beside:
             yield beside
     except (OSError, SafetensorError) as error:
-        raise MachineError(
-            f"{file} cannot be written ({error}): make room and run it again; it resumes after the last finished layer."
-        ) from error
+        fix = "make room and run it again; it resumes after the last finished layer"
+        raise MachineError(f"{file} cannot be written ({error}): {fix}.") from error

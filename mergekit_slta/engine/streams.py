@@ -25,14 +25,10 @@ CPU_BATCH_ELEMENTS = 2**22
 LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
 
-# Waiting outputs of a layer's modules take at most this many bytes on a CPU, an eighth of a GPU's memory.
-OUTPUT_BYTES = 2**31
+OUTPUT_BYTES = 2**31  # the most that waiting outputs of a layer's modules take on a CPU; an eighth of a GPU's
+PREFIX_TOLERANCE = 1e-5  # how much rounding may change a rotary frequency
 
-# How much rounding may change a rotary frequency.
-PREFIX_TOLERANCE = 1e-5
-
-# The token ids of each task's samples.
-Tasks = Sequence[Sequence[Sequence[int]]]
+Tasks = Sequence[Sequence[Sequence[int]]]  # the token ids of each task's samples
 
 
 class Batch(NamedTuple):
@@ -44,10 +40,7 @@ class Batch(NamedTuple):
     lengths: tuple[int, ...]  # the samples' numbers of tokens
 
     def unpadded(self, features: torch.Tensor) -> torch.Tensor:
-        """Remove the padding: the features [n, D] of the tokens, from [B, S, D] or [B * S, D].
-
-        Several hidden states of a token, [B, S, m, D], are one of m * D features.
-        """
+        """The features [n, D] of the tokens, unpadded, from [B, S, D] or [B * S, D]; [n, m * D] from [B, S, m, D]."""
         if features.ndim > 3 and features.shape[1] == self.token_ids.shape[1]:
             features = features.flatten(2)
         flat = features.reshape(-1, features.shape[-1])
@@ -63,8 +56,7 @@ def make_batches(tasks: Tasks, batch_tokens: int, decoder: Decoder | None = None
     A batch never mixes tasks, so that the batches of a task do not depend on the others. A longer sample runs alone.
     They hold samples of one length only where padding would change a sample's features in the ``decoder``, if any.
     """
-    batches = []
-    offset = 0
+    batches, offset = list[Batch](), 0
     for task, samples in enumerate(tasks):
         order = sorted(range(len(samples)), key=lambda index: -len(samples[index]))
         padded = decoder is None or not padding_matters(decoder, [*map(len, samples)])
@@ -179,8 +171,7 @@ class Streams:
                 for number, batch in enumerate(self.batches):
                     if models[batch.task] is model:
                         hidden, calls = embed(decoder, batch.token_ids, edges)
-                        calls = with_shared_masks(calls, masks)
-                        self._waiting[stream, number] = _Waiting(hidden.to(self.place), calls)
+                        self._waiting[stream, number] = _Waiting(hidden.to(self.place), with_shared_masks(calls, masks))
 
     def batches_of(self, task: int) -> Iterator[tuple[int, Batch]]:
         """This process's batches of one task, with their numbers."""

@@ -401,25 +401,15 @@ def _task(
     def of_model(name: str) -> TaskScore:
         accuracy = len(exact[name] & short) / len(short) if short else None
         low, high = (None, None) if accuracy is None or len(short) < FEW else interval(accuracy, len(short))
-        return TaskScore(
-            accuracy,
-            low,
-            high,
-            len(exact_by_teacher - exact[name]),
-            len(exact[name] - exact_by_teacher),
-            _mean(float(scores[name][index].likeliest[-1] in end_tokens) for index in ended),
-            sum(right[name]) / tokens,
-            (worse - losses[name]) / (worse - better) if worse > better else None,
-            losses[name],
-        )
+        lost, gained = len(exact_by_teacher - exact[name]), len(exact[name] - exact_by_teacher)
+        stops = _mean(float(scores[name][index].likeliest[-1] in end_tokens) for index in ended)
+        kept = (worse - losses[name]) / (worse - better) if worse > better else None
+        return TaskScore(accuracy, low, high, lost, gained, stops, sum(right[name]) / tokens, kept, losses[name])
 
     results, answers = {name: of_model(name) for name in scores}, sum(sample.known for sample in group)
-    points = {
-        name: [float(index in exact[name]) for index in sorted(short)]
-        if len(short) >= FEW
-        else [count * len(group) / tokens for count in counts]
-        for name, counts in right.items()
-    }
+    points = {name: [count * len(group) / tokens for count in counts] for name, counts in right.items()}
+    if len(short) >= FEW:
+        points = {name: [float(index in exact[name]) for index in sorted(short)] for name in right}
     return TaskComparison(model, len(group), answers, len(short), len(ended), tokens, results, points)
 
 

@@ -68,12 +68,7 @@ def lacking(model: Model) -> Iterator[str]:
 
 
 def score_model(
-    checkpoint: Checkpoint,
-    groups: Sequence[Group],
-    *,
-    device: str = "cpu",
-    doing: str = "Evaluating",
-    quiet: bool = True,
+    checkpoint: Checkpoint, groups: Sequence[Group], *, device: str = "cpu", doing: str = "Scoring", quiet: bool = True
 ) -> list[list[Score]]:
     """Score every record of each group by a model, in float32, with one decoder layer in memory at a time."""
     highest = max(token for group in groups for sample in group for token in sample.token_ids)
@@ -147,8 +142,7 @@ class _Scoring(LayerMethod[dict[int, Score]]):
             losses.append(lost.nan_to_num(1e6, 1e6))  # of logits that are not finite
             likeliest.append(predicted.argmax(-1).cpu())
             del predicted  # before the next are made beside them
-        parts = (
-            torch.cat(of_all)[: len(wanted)].split([s.length + 1 for s in samples]) for of_all in (losses, likeliest)
-        )
+        lengths = [sample.length + 1 for sample in samples]
+        parts = (torch.cat(of_all)[: len(wanted)].split(lengths) for of_all in (losses, likeliest))
         for loss, tokens in zip(*parts, strict=True):
             yield Score(float(loss[:-1].sum()), tuple(tokens.tolist()))

@@ -43,12 +43,9 @@ class ActmatAnchor(Blend):
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """The anchor's tensors of a layer, from those of the base model, then of the experts."""
-        others = [{key: tensor for key, tensor in model.items() if names[key] not in self._maps} for model in tensors]
-        solved = {
-            key: self._merged(name, [model[key] for model in tensors])
-            for key, name in names.items()
-            if name in self._maps
-        }
+        maps = {key: name for key, name in names.items() if name in self._maps}
+        others = [{key: tensor for key, tensor in model.items() if key not in maps} for model in tensors]
+        solved = {key: self._merged(name, [model[key] for model in tensors]) for key, name in maps.items()}
         return {**tensors[0], **blend(others[0], others[1:], self._alpha), **solved}
 
     def _merged(self, name: str, models: Sequence[torch.Tensor], mixture_expert: int | None = None) -> torch.Tensor:
@@ -83,10 +80,8 @@ class ActmatAnchor(Blend):
 
         From the tensors of the base model, and of each task's own model; None where no expert has changed a map.
         """
-        changes = (
-            [task_vector(m.matrix(owner), m.matrix(base)) for owner in owners if owner is not base] for m in maps
-        )
-        total = sum(sum(map(covariance, task_matrices)) for task_matrices in changes)
+        trained = [owner for owner in owners if owner is not base]
+        total = sum(sum(covariance(task_vector(m.matrix(one), m.matrix(base))) for one in trained) for m in maps)
         if not isinstance(total, torch.Tensor) or not total.any():
             return None
         add_ridge(total, self._ridge)

@@ -46,10 +46,8 @@ class LayerMaps:
     """The linear maps of a layer."""
 
     groups: tuple[MapGroup, ...]  # the maps to solve, in the order in which they feed each other
-    # Why maps stay the anchor's, by their names; tensors that hold several matrices in an unknown way too.
-    unsolved: Mapping[str, str]
-    # The layer's writers that are solved when all that the stream is the sum of before is known.
-    writers: Mapping[str, Writer]
+    unsolved: Mapping[str, str]  # why maps, and tensors that hold several in an unknown way, stay the anchor's; by name
+    writers: Mapping[str, Writer]  # the layer's that are solved when all that the stream is the sum of before is known
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
@@ -69,7 +67,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     for module in run.inputs:
         maps, child = tuple(by_module[module]), module.partition(".")[0]
         fused = is_fused(built.get_submodule(module))
-        if why := SHARED if module in shared else _unsolvable(maps, every, child, built, run):
+        if why := SHARED if module in shared else _unsolvable(maps, every, built, run):
             unsolved |= {m.name: why for m in maps}
             continue
         for linear_map in maps:
@@ -89,9 +87,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     writers = find_writers(decoder, layer)
     known_sources = {INPUT, *(group.child for group in groups), *(writer.norm for writer in writers.values())}
     writers = {
-        module: writer
-        for module, writer in writers.items()
-        if module in modules and writer.stream.keys() <= known_sources
+        module: one for module, one in writers.items() if module in modules and one.stream.keys() <= known_sources
     }
     return LayerMaps(tuple(groups), unsolved, writers)
 
@@ -104,13 +100,10 @@ def in_words(unsolved: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(maps)} ({why})" for why, maps in names.items())
 
 
-def _unsolvable(
-    maps: Sequence[LinearMap], every: Sequence[LinearMap], child: str, layer: torch.nn.Module, run: LayerRun
-) -> str:
+def _unsolvable(maps: Sequence[LinearMap], every: Sequence[LinearMap], layer: torch.nn.Module, run: LayerRun) -> str:
     """Why the maps of a module, which the layer calls, cannot be solved; empty if they can."""
-    module = maps[0].module
-    inputs = run.inputs[module]
-    state, parent = layer.state_dict(), module.rpartition(".")[0]
+    module, state = maps[0].module, layer.state_dict()
+    inputs, child, parent = run.inputs[module], module.partition(".")[0], module.rpartition(".")[0]
     rows, columns = maps[0].matrix(state).shape
     alone = [m.module.partition(".")[0] for m in every].count(child) == 1
     stacks = expert_stacks(layer).items()  # in the map's child of the layer, or anywhere if it is alone there
@@ -124,11 +117,8 @@ def _unsolvable(
     tokens = run.output.shape[:2]
     if is_fused(layer.get_submodule(module)):
         return "" if _tells_routes(inputs, len({m.mixture_expert for m in maps}), tokens.numel()) else NO_ROUTES
-    returned = run.outputs[module]
-    if not isinstance(inputs[0], torch.Tensor) or not isinstance(returned, torch.Tensor):
-        return "in a module that does more than multiply"
-    # It may be a matrix of blocks, each of another input.
-    if (inputs[0].shape[-1], returned.shape[-1]) != (columns, rows):
+    sizes = [given.shape[-1] for given in (inputs[0], run.outputs[module]) if isinstance(given, torch.Tensor)]
+    if sizes != [columns, rows]:  # it may be a matrix of blocks, each of another input
         return "in a module that does more than multiply"
     return SOME_TOKENS if takes_some_tokens(module, inputs[0], tokens) else ""
 

@@ -78,14 +78,10 @@ MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
 # larger, each in the directions of its own task.
 BEYOND = 1.5
-# The share of the drift that each map which writes to the residual stream corrects.
-DRIFT = 0.5
-# Where a norm multiplies by s, d / s is d s / s^2 with this many medians of s^2 added, since s may be zero.
-NORM_HOLD = 0.01
-# A routed expert's map is solved if this many tokens per input dimension reach it.
-ENOUGH_TOKENS = 1 / 16
-# The sums of the head's rows have at most this number of elements at once; a larger head is solved in parts.
-HEAD_ELEMENTS = 2**26
+DRIFT = 0.5  # the share of the drift that each map which writes to the residual stream corrects
+NORM_HOLD = 0.01  # where a norm multiplies by s, d / s is d s / s^2 with this many medians of s^2 added: s may be 0
+ENOUGH_TOKENS = 1 / 16  # a routed expert's map is solved if this many tokens per input dimension reach it
+HEAD_ELEMENTS = 2**26  # of the sums of the head's rows at once, at most; a larger head is solved in parts
 # Of a token that belongs to an answer; all others have 1. A merged model is used for what it answers, while the tokens
 # of prompts are often many and alike: a system prompt is the same in every sample.
 ANSWER_WEIGHT = 8.0
@@ -180,10 +176,8 @@ class FeatureMerge(LayerMethod[Tensors]):
         errors = merging.run_to_end()
         if merging.unsolved:
             LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, listed(merging.unsolved))
-        return {
-            **{names[key]: tensor for key, tensor in {**merging.merged, **merging.stacks}.items()},
-            LAYER_ERRORS: errors,
-        }
+        solved = {**merging.merged, **merging.stacks}
+        return {names[key]: tensor for key, tensor in solved.items()} | {LAYER_ERRORS: errors}
 
     def places_and_weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token of a batch: its sample's place among the task's, and its weight [n]."""
@@ -243,11 +237,10 @@ class FeatureMerge(LayerMethod[Tensors]):
 
         ``matrices`` are the heads of the tasks' own models, ``tails`` the ``tail_tensors`` of the merge and theirs.
         """
+        both = (MERGED, tails[0]), (OWNER, tails[1 + task])
         for number, batch in streams.batches_of(task):
-            inputs, owner_inputs = (
-                batch.unpadded(head_input(self.decoder, streams.hidden(stream, number), tail))
-                for stream, tail in ((MERGED, tails[0]), (OWNER, tails[1 + task]))
-            )
+            hidden = (head_input(self.decoder, streams.hidden(stream, number), tail) for stream, tail in both)
+            inputs, owner_inputs = map(batch.unpadded, hidden)
             yield inputs, owner_inputs @ matrices[task].T, *self.places_and_weights(batch)
 
 
@@ -273,7 +266,7 @@ class _Layer:
         self.unsolved: list[str] = []  # maps that stay the anchor's, and why
         groups = self.maps.groups
         # By the module at which a group begins, that of the group after it.
-        self._next = {group.module: after.module for group, after in pairwise(groups)}
+        self._next: dict[str | None, str] = {group.module: after.module for group, after in pairwise(groups)}
         self._mixtures = {group.module for group in groups if group.fused}
         self._outputs_of = {name for group in groups for name in (group.child, *group.modules)}
 
@@ -300,7 +293,7 @@ class _Layer:
         writes = not self.maps.writers.keys().isdisjoint(group.modules)
         # Before the runs: the owner's run of the layer's last group puts the output in the input's place.
         hidden = [self.streams.hidden(stream, number) for stream in (MERGED, OWNER) if writes]
-        merged, owner = self._run(MERGED, number, group), self._run(OWNER, number, group)
+        merged, owner = self._run(MERGED, number, group.module), self._run(OWNER, number, group.module)
         outputs, (places, token_weights) = [], self.merge.places_and_weights(batch)
         for linear_map in group.maps:
             output = batch.unpadded(owner.outputs[linear_map.module])
@@ -324,11 +317,8 @@ class _Layer:
         the module's output, or of its norm's [B, S, out], and None where there is nothing to correct. In the first
         layer the embeddings' difference does not count.
         """
-        parts = [
-            factor / writer.factor * (hidden_of(owner[source]) - hidden_of(merged[source]))
-            for source, factor in writer.stream.items()
-            if source != INPUT or self.layer
-        ]
+        stream = {name: factor / writer.factor for name, factor in writer.stream.items() if name != INPUT or self.layer}
+        parts = [factor * (hidden_of(owner[name]) - hidden_of(merged[name])) for name, factor in stream.items()]
         return functools.reduce(torch.add, parts) if parts else None
 
     def solve(self, maps: Sequence[LinearMap], tokens_of: Callable[[int], Iterable[Tokens]], expected: int) -> None:
@@ -370,10 +360,8 @@ class _Layer:
         routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
         for number, batch in enumerate(self.streams.batches):
             positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
-            merged, of_owner = (
-                routed_inputs(run.inputs[group.module], len(numbers), positions)
-                for run in (self._run(MERGED, number, group), self._run(OWNER, number, group))
-            )
+            runs = (self._run(stream, number, group.module) for stream in (MERGED, OWNER))
+            merged, of_owner = (routed_inputs(run.inputs[group.module], len(numbers), positions) for run in runs)
             both = merged, _at_places_of(merged, of_owner)
             routed.append(tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.streams.place), both))
             report(len(batch.rows))
@@ -400,9 +388,8 @@ class _Layer:
         for number, batch in self.streams.batches_of(task):
             merged, owner_values = routed[number]
             reached = (merged.routes == mixture_expert).any(-1)
-            inputs, owner_inputs, tokens = (
-                part[reached.to(part.device)] for part in (merged.values, owner_values, merged.tokens.cpu())
-            )
+            parts = merged.values, owner_values, merged.tokens.cpu()
+            inputs, owner_inputs, tokens = (part[reached.to(part.device)] for part in parts)
             device, (places, token_weights) = self.merge.decoder.device, self.merge.places_and_weights(batch)
             yield inputs.to(device), owner_inputs.to(device), places[tokens], token_weights[tokens]
 
@@ -416,14 +403,12 @@ class _Layer:
 
         self.solve([linear_map], tokens_of, sum(len(tokens[0]) for task in reaching for tokens in task))
 
-    def _run(self, stream: int, number: int, group: MapGroup | None = None) -> LayerRun:
-        """Run one side on a batch: the merged one as far as a group, the owner's as far as the group after it.
+    def _run(self, stream: int, number: int, module: str | None = None) -> LayerRun:
+        """Run one side on a batch: the merged one as far as a group's module, the owner's as far as the next group's.
 
-        Without a group, or one after it, a side runs to its end, which sets its output.
+        Without a module, or a group after it, a side runs to its end, which sets its output.
         """
-        until = None
-        if group is not None:
-            until = group.module if stream == MERGED else self._next.get(group.module)
+        until = module if stream == MERGED else self._next.get(module)
         tensors = self.merged if stream == MERGED else self.owners[self.streams.batches[number].task]
         return self.streams.run_layer(
             stream, number, tensors, until=until, inputs_of=self._mixtures, outputs_of=self._outputs_of
@@ -459,13 +444,8 @@ def solve_model(experiment: Experiment, partial: Partial) -> SolvedModel:
     settings = experiment.recipe.settings_of(FeatcalSettings)
     data = experiment.load_data(experiment.recipe.tasks)
     weights, head = token_weights(data), head_to_solve(experiment)
-    identity = experiment.identity(
-        data,
-        weights=digest([row.tolist() for row in weights]),
-        keep_weight=experiment.recipe.keep_weight,
-        ridge=settings.ridge,
-        head=head is not None,
-    )
+    hashed, keep = digest([row.tolist() for row in weights]), experiment.recipe.keep_weight
+    identity = experiment.identity(data, weights=hashed, keep_weight=keep, ridge=settings.ridge, head=head is not None)
     partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
     complete = len(partial.finished(len(decoder) + 1)) > len(decoder)  # with the output head's file
     ranks.require_equal(complete, partial.folder)
@@ -520,8 +500,7 @@ class SolvedModel:
 
     def __init__(self, decoder: Decoder, partial: Partial, layout: Layout) -> None:
         self.decoder, self.layout, self._partial = decoder, layout, partial
-        layers = ((layer, decoder.layer_tensors[layer]) for layer in range(len(decoder)))
-        self._layers = {name: layer for layer, names in layers for name in names.values()}
+        self._layers = {name: layer for layer, names in enumerate(decoder.layer_tensors) for name in names.values()}
         # The names in mergekit's plan of the language model's tensors, if the model runs them.
         language = decoder.language_tensors
         self.language = {stored for stored, piece in layout.pieces.items() if language.issuperset(piece.targets)}

@@ -45,8 +45,7 @@ from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.numerics.symmetric import add_gram, frobenius, gram, mirror, times_inverse
 from mergekit_slta.recipe.settings import SMALLEST_FEATCAL_RIDGE
 
-# H follows A's diagonal if the diagonal's mean is this many times its median.
-MASSIVE = 10.0
+MASSIVE = 10.0  # H follows A's diagonal if the diagonal's mean is this many times its median
 LEAST_HELD = 0.01  # of that median
 # s_t leaves out the dimensions whose sum of squares is this many times the 90 % quantile of the sums above zero.
 DECISIVE = 1000.0
@@ -90,8 +89,7 @@ class Sums:
     residuals: torch.Tensor  # of r [d_out]
     mass: torch.Tensor  # of the weights w_x []
     tokens: torch.Tensor  # how many tokens [h]
-    # Of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are held, as the next two.
-    cross: torch.Tensor
+    cross: torch.Tensor  # of r x^T [d_out, d_in]; [d_out, 0] where the tokens themselves are held, as the next two
     moments: torch.Tensor  # of x x^T [h, d_in, d_in], on and above the diagonal
     predicted: torch.Tensor  # of combinations of r with x [h, combinations, d_in]
 
@@ -113,26 +111,17 @@ class RidgeRegression:
         # Without a search for the ridge, the sums need no more than one factorization, and a prior is another one.
         most = inputs // 2 if prior is not None and ridge is not None else inputs
         self._few = tokens is not None and tokens < most and self._ranks.count == 1
-        combined, halves, size = PREDICTED if ridge is None else 0, 2 if ridge is None else 1, inputs
-        if self._few:
-            size = 0
+        combined, halves = (PREDICTED, 2) if ridge is None else (0, 1)
+        size = 0 if self._few else inputs
         draw = torch.Generator().manual_seed(0)  # the same at every call
         combinations = torch.randn(outputs, combined, generator=draw, dtype=torch.float64)
         self._combinations = combinations.to(PRECISION).to(device)
-        shapes: dict[str, tuple[int, ...]] = {
-            "inputs": (inputs,),
-            "residuals": (outputs,),
-            "mass": (),
-            "tokens": (halves,),
-            "cross": (outputs, size),
-            "moments": (halves, size, size),
-            "predicted": (halves, combined, size),
-        }
+        shapes: dict[str, tuple[int, ...]] = {"inputs": (inputs,), "residuals": (outputs,), "mass": ()}
+        shapes |= {"tokens": (halves,), "cross": (outputs, size), "moments": (halves, size, size)}
+        shapes["predicted"] = (halves, combined, size)
         # Of all tasks with their weights, and of the current one before it has a weight.
-        self._all, self._task = (
-            Sums(**{name: torch.zeros(shape, dtype=PRECISION, device=device) for name, shape in shapes.items()})
-            for _ in range(2)
-        )
+        zeros = [{name: self._near.new_zeros(shape) for name, shape in shapes.items()} for _ in range(2)]
+        self._all, self._task = (Sums(**each) for each in zeros)
         # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._earlier = 0  # how many of these are of the tasks before the current one
@@ -148,11 +137,9 @@ class RidgeRegression:
                 del tokens  # which must not wait beside the next batch
             self._finish_task(count)
 
-    def _add(
-        self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, token_weights: torch.Tensor
-    ) -> None:
+    def _add(self, inputs: torch.Tensor, targets: torch.Tensor, samples: torch.Tensor, weights: torch.Tensor) -> None:
         """Add ``Tokens`` of the current task."""
-        task, roots = self._task, token_weights.to(inputs.device, PRECISION).sqrt()[:, None]
+        task, roots = self._task, weights.to(inputs.device, PRECISION).sqrt()[:, None]
         inputs, halves = inputs.to(PRECISION), samples.to(inputs.device) % len(task.tokens)
         residuals = torch.addmm(targets.to(PRECISION), inputs, self._near.T, alpha=-1).mul_(roots)
         inputs = inputs * roots
@@ -206,9 +193,9 @@ class RidgeRegression:
         total, masses, ridge = self._all, torch.stack(self._masses), self._ridge
         equations: _TokenEquations | _SumEquations
         if self._few:
-            inputs, residuals, halves = map(torch.cat, zip(*self._rows, strict=True))
+            tokens = [*map(torch.cat, zip(*self._rows, strict=True))]
             self._rows = []  # their memory is needed
-            equations = _TokenEquations(inputs, residuals, halves, self._combinations, self._prior)
+            equations = _TokenEquations(tokens, self._combinations, self._prior)
         else:
             equations = _SumEquations(total, self._prior)
         if ridge is None:
@@ -233,11 +220,10 @@ class _SumEquations:
     """The equations from the sums over the tokens of all tasks."""
 
     def __init__(self, sums: Sums, prior: torch.Tensor | None) -> None:
-        moments = sums.moments
-        for half in moments:
+        self._moments, self._cross, self._predicted = sums.moments, sums.cross, sums.predicted
+        for half in self._moments:
             mirror(half)
-        self._moments, self._cross, self._predicted = moments, sums.cross, sums.predicted
-        self._shape, hold = hold_of(moments.sum(0).diagonal(), prior)
+        self._shape, hold = hold_of(self._moments.sum(0).diagonal(), prior)
         self._hold = hold.diag() if hold.ndim == 1 else hold
 
     def change(self, ridge: float) -> torch.Tensor | None:
@@ -262,14 +248,8 @@ class _SumEquations:
 class _TokenEquations:
     """The equations from the tokens themselves, each in one of two halves."""
 
-    def __init__(
-        self,
-        inputs: torch.Tensor,
-        residuals: torch.Tensor,
-        halves: torch.Tensor,
-        combinations: torch.Tensor,
-        prior: torch.Tensor | None,
-    ) -> None:
+    def __init__(self, tokens: Sequence[torch.Tensor], combinations: torch.Tensor, prior: torch.Tensor | None) -> None:
+        inputs, residuals, halves = tokens
         self._residuals, self._combined = residuals, residuals @ combinations
         self._halves = [(halves == half).nonzero()[:, 0] for half in (0, 1)]
         energies = torch.stack([inputs[half].square().sum(0) for half in self._halves])

@@ -127,10 +127,8 @@ class SltaMerge(Merge):
         settings = experiment.recipe.settings_of(SltaSettings)
         with experiment.ranks.one_refusal():
             experiment.check_edges(experts=settings.level == "model")
-        statistics = statistics_of(experiment, partial=partial)
-        self.solution = statistics.solve(**solve_arguments(experiment.recipe))
-        submodules = self.solution.submodules
-        self._weights = TensorWeights(experiment.decoder, settings.level, submodules, experiment.layout)
+        self.solution = statistics_of(experiment, partial=partial).solve(**solve_arguments(experiment.recipe))
+        self._weights = TensorWeights(experiment.decoder, settings.level, self.solution.submodules, experiment.layout)
         self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         for note in self.solution.notes():
             LOG.warning("%s", note)
@@ -160,12 +158,11 @@ class FeatcalMerge(Merge):
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Solve the merged model's tensors into the folder of finished layers."""
-        settings = experiment.recipe.settings_of(FeatcalSettings)
+        recipe, settings = experiment.recipe, experiment.recipe.settings_of(FeatcalSettings)
         solved = solve_model(experiment, partial)
         errors = solved.errors()
-        drawn = ((task.reference, experiment.draw(task).token_ids) for task in experiment.recipe.tasks)
-        tasks = [(experiment.recipe.names[model], len(rows)) for model, rows in drawn]
-        names = [*short_names([name for name, _ in tasks][: len(experiment.recipe.experts)]), "the base model"]
+        tasks = [(recipe.names[task.reference], len(experiment.draw(task).token_ids)) for task in recipe.tasks]
+        names = [*short_names([name for name, _ in tasks][: len(recipe.experts)]), "the base model"]
         distances = [f"{name} {as_score(error)}" for name, error in zip(names, errors[-1].tolist(), strict=False)]
         self.result = (
             "Distance between the features of the merge and of each model after the last layer, on that model's "
@@ -174,9 +171,8 @@ class FeatcalMerge(Merge):
         if settings.report and experiment.ranks.first:
             from mergekit_slta.reports.featcal import drift_page  # imports matplotlib, which takes a second
 
-            page = drift_page(errors, tasks, settings)
-            self.page = page.write(Path(settings.report).expanduser(), "report.html")
-        count = sum(task.weight for task in experiment.recipe.tasks)
+            self.page = drift_page(errors, tasks, settings).write(Path(settings.report).expanduser(), "report.html")
+        count = sum(task.weight for task in recipe.tasks)
         self._solved, self._share = solved, torch.tensor(1 / count, dtype=torch.float64)
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
@@ -219,9 +215,8 @@ class DataFreeMerge(Merge):
         base = group.base
         assert base is not None, "the input contract requires a base"
         start = base.tensor.to(torch.promote_types(base.tensor.dtype, torch.float32))
-        merged, scale = self.merge_task_vectors(
-            self._role(group, start), task_vectors_of(group, start), group, parameters
-        )
+        role, vectors = self._role(group, start), task_vectors_of(group, start)
+        merged, scale = self.merge_task_vectors(role, vectors, group, parameters)
         return start.add(merged.to(start.dtype), alpha=scale).to(base.tensor.dtype)
 
     def _role(self, group: TensorGroup, tensor: torch.Tensor) -> Role:
@@ -288,14 +283,13 @@ def task_vectors_of(group: TensorGroup, start: torch.Tensor) -> Iterator[torch.T
 
 def not_finite(group: TensorGroup, dtype: torch.dtype) -> SltaError:
     """The error for a merged tensor that is not finite; it names the models whose own tensor is not finite."""
-    damaged = [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]
-    if damaged:
+    kind = str(dtype).removeprefix("torch.")
+    if damaged := [str(entry.id) for entry in group.entries if not is_finite(entry.tensor, entry.tensor.dtype)]:
         return SltaError(
-            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values as "
-            f"{str(dtype).removeprefix('torch.')}: set 'dtype: float32' if they are too large for that type, or get a "
-            "sound copy."
+            f"The tensor '{group.metadata.name}' of {', '.join(damaged)} has NaN or infinite values as {kind}: set "
+            "'dtype: float32' if they are too large for that type, or get a sound copy."
         )
     return SltaError(
-        f"The merged tensor '{group.metadata.name}' is not finite as {str(dtype).removeprefix('torch.')}, although all "
-        "models' tensors are: set 'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
+        f"The merged tensor '{group.metadata.name}' is not finite as {kind}, although all models' tensors are: set "
+        "'dtype: float32' and 'out_dtype: bfloat16', or give the experts less weight."
     )

@@ -40,9 +40,7 @@ from mergekit_slta.models.adapters import merge_adapter
 from mergekit_slta.models.architecture import architecture_of
 from mergekit_slta.models.headers import CODE, folder_with, local_folder, weight_map
 from mergekit_slta.recipe.recipe import Recipe
-from mergekit_slta.recipe.settings import model_inputs
-
-READ_FROM = "0.1.5"
+from mergekit_slta.recipe.settings import expert_references
 
 _REPLACEMENTS: list[tuple[Any, str, Callable[..., Any]]] = []  # whose function it was, its name there, our function
 
@@ -56,7 +54,7 @@ def replaces(owner: Any, name: str, *parameters: str) -> Callable[[Callable[...,
     if tuple(inspect.signature(stock).parameters) != parameters:
         raise ImportError(
             f"mergekit {version('mergekit')} has changed {owner.__name__}.{name}, which mergekit-slta needs as it is "
-            f"in mergekit {READ_FROM}: install that version, or a newer mergekit-slta."
+            "in mergekit 0.1.5: install that version, or a newer mergekit-slta."
         )
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,8 +85,7 @@ def referenced_models(stock: Callable[..., Any], self: MergeConfiguration) -> li
 
     mergekit lists a set, whose order changes between processes, and with that order the card and a merged tokenizer.
     """
-    named = [*([self.base_model] if self.base_model else []), *(entry.model for entry in model_inputs(self))]
-    return list(dict.fromkeys(named))
+    return [*([self.base_model] if self.base_model else []), *expert_references(self)]
 
 
 @replaces(ModelReference, "merged", "self", "cache_dir", "trust_remote_code", "lora_merge_dtype")

@@ -20,16 +20,13 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.decoder import Decoder, LayerCall, ModelCodeError, OfStandIn, Reached, model_code
 from mergekit_slta.models.checkpoint import Tensors
 
-# The number of different values in a made-up tensor; it has no small divisors.
-RANDOM_NUMBERS = 1_000_003
-# Made-up tensors up to this many elements do not overlap in memory.
-SMALL = 2**16
+RANDOM_NUMBERS = 1_000_003  # the number of different values in a made-up tensor; it has no small divisors
+SMALL = 2**16  # made-up tensors up to this many elements do not overlap in memory
 
 # Stand-ins
 
 
-# Returns what a layer returns, given its index, its hidden states and its call.
-LayerForward = Callable[[int, torch.Tensor, LayerCall], Any]
+LayerForward = Callable[[int, torch.Tensor, LayerCall], Any]  # what a layer returns, by index, hidden states and call
 
 
 @contextlib.contextmanager
@@ -77,12 +74,9 @@ def capture_calls(
     first layer's input as the model's own code gives it, each layer's other arguments, and what layers hand on as in
     ``LayerForm``.
     """
-    inputs: list[torch.Tensor] = []
-    calls: list[LayerCall] = []
-    handed: list[torch.Tensor] = []
-    returns: list[Any] = []
-    # By layer and argument, the position in the return value of the layer before.
-    taken: list[dict[int | str, int]] = []
+    inputs, handed = list[torch.Tensor](), list[torch.Tensor]()
+    calls, returns = list[LayerCall](), list[Any]()
+    taken: list[dict[int | str, int]] = []  # by layer and argument, the position in what the layer before returns
     strange = False  # whether a layer is given what another than the one before has made, or what was made of that
 
     def hand_on(layer: int, hidden: torch.Tensor, call: LayerCall) -> Any:
@@ -140,7 +134,7 @@ def logits(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tens
 
     The layers before the last one return NaN, and so does an embedding that is not the head too.
     """
-    token_ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device)
+    kwargs = {"input_ids": torch.zeros(hidden.shape[:2], dtype=torch.int64, device=decoder.device), "use_cache": False}
     last, final = len(decoder) - 1, decoder.as_called(hidden)
     rows: Any = decoder.model.get_input_embeddings().weight
     unknown = torch.full((), torch.nan, device=decoder.device).expand(rows.shape)
@@ -150,11 +144,8 @@ def logits(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tens
         return returned_like(decoder.form.returned[layer], final if layer == last else unset)
 
     with stand_ins(decoder.layers, output), torch.no_grad(), model_code(decoder.name):
-        returned: Any = torch.func.functional_call(
-            decoder.model, {decoder.embedding: unknown, **edges}, kwargs={"input_ids": token_ids, "use_cache": False}
-        )
-    computed: torch.Tensor = returned.logits.as_subclass(torch.Tensor)
-    return computed
+        returned: Any = torch.func.functional_call(decoder.model, {decoder.embedding: unknown, **edges}, kwargs=kwargs)
+    return returned.logits.as_subclass(torch.Tensor)
 
 
 def head_input(decoder: Decoder, hidden: torch.Tensor, edges: Tensors) -> torch.Tensor:
@@ -223,7 +214,5 @@ def made_up_layer(decoder: Decoder, layer: int) -> tuple[Tensors, torch.Tensor, 
     first, other, last = some_tokens(decoder)
     hidden, calls = embed(decoder, torch.tensor([[first, last], [other, last]]), made_up_edges(decoder))
     state = {path: tensor.repeat_interleave(2, 0) for path, tensor in decoder.form.state.items()}
-    state |= {
-        path: values for path, values in random_numbers(state, decoder.device).items() if values.is_floating_point()
-    }
+    state |= {path: made for path, made in random_numbers(state, decoder.device).items() if made.is_floating_point()}
     return random_numbers(decoder.layers[layer].state_dict(), decoder.device), hidden, calls[layer].with_state(state)

@@ -69,10 +69,9 @@ class LayerCall:
         """The tensors that the layer has added to the dictionaries of this call, compared with the call ``before``."""
         added: dict[tuple[Any, ...], torch.Tensor] = {}
         earlier = before.arguments
-        for argument, value in self.arguments.items():
-            if not isinstance(value, MutableMapping):
-                continue
-            for key, entry in value.items():
+        tables = {name: value for name, value in self.arguments.items() if isinstance(value, MutableMapping)}
+        for argument, table in tables.items():
+            for key, entry in table.items():
                 if earlier[argument].get(key) is entry:
                     continue
                 parts = [((n,), part) for n, part in enumerate(entry)] if isinstance(entry, tuple) else [((), entry)]
@@ -100,8 +99,7 @@ class LayerForm:
     # By argument of a layer, the position in the return value of the layer before where it comes from.
     handed: Mapping[int | str, int] = field(default_factory=dict)
     returned: Sequence[Any] = ()  # for each layer, what the first layer of its kind returns for two tokens
-    # What layers pass to later layers beside the hidden states, for one sample of two tokens.
-    state: State = field(default_factory=dict)
+    state: State = field(default_factory=dict)  # what layers pass on beside hidden states, for one sample of two tokens
     causal: bool = False  # whether no token sees a later one
 
 
@@ -231,13 +229,11 @@ class LayerStructure:
     # included; a child, or a tensor of the layer's own, that feeds both branches is in both. A layer that only mixes
     # tokens, or never mixes them, has one branch; there is none where the branches cannot be told apart.
     branches: Mapping[str, Nodes] = field(default_factory=dict)
-    # The children in the attention branch that let tokens see each other.
-    mixers: Nodes = frozenset()
+    mixers: Nodes = frozenset()  # the children in the attention branch that let tokens see each other
     # The child whose output is all that the MLP branch reads, where the attention branch ends with a norm of the
     # residual stream; None where its contribution is added to the stream.
     boundary: str | None = None
-    # A linear map whose input rows belong to unknown samples; "" without one.
-    of_some_tokens: str = ""
+    of_some_tokens: str = ""  # a linear map whose input rows belong to unknown samples; "" without one
 
     def others_of(self, branch: str, base: LayerRun) -> dict[str, Any]:
         """The outputs to replay, so that only one branch differs from the base model, whose run is ``base``."""
@@ -301,12 +297,9 @@ class Decoder:
         self.name = type(model).__name__
         self.layers_path = paths[self.layers]
         self.body_path = f"{paths[self.body]}." if paths[self.body] else ""  # the beginning of its tensors' names
-        first: dict[torch.Tensor, str] = {}
+        first, parameters = dict[torch.Tensor, str](), model.named_parameters(remove_duplicate=False)
         # By each name of a parameter its first one, under which checkpoints have what layers share or is tied.
-        self.first_names = {
-            name: first.setdefault(parameter, name)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
+        self.first_names = {name: first.setdefault(parameter, name) for name, parameter in parameters}
         # Of the parameters that several layers, or other parts of the model, share.
         self.shared_tensors = frozenset(name for other, name in self.first_names.items() if other != name)
         # Of each layer's tensors, by the names inside the layer.
@@ -314,15 +307,11 @@ class Decoder:
             {key: self.first_names.get(name := f"{self.layers_path}.{at}.{key}", name) for key in layer.state_dict()}
             for at, layer in enumerate(self.layers)
         ]
-        # Of the language tower and the output head, tied ones by all their names.
-        self.language_tensors = language_names(model)
+        self.language_tensors = language_names(model)  # of language tower and output head, tied ones by all their names
         # Of those outside the layers, the first names: all, and what ``embed``, ``logits`` and ``head_input`` need.
-        self.edge_tensors = [
-            name
-            for name in model.state_dict()
-            if not name.startswith(self.layers_path + ".") and self.first_names.get(name, name) == name
-            if name in self.language_tensors
-        ]
+        outside = [name for name in model.state_dict() if not name.startswith(f"{self.layers_path}.")]
+        own = [name for name in outside if self.first_names.get(name, name) == name]
+        self.edge_tensors = [name for name in own if name in self.language_tensors]
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.embedding = self.first_names[f"{paths[embedding]}.weight"]  # whose rows are the tokens'
         names = [] if head is None else [f"{paths[head]}.{name}" for name, _ in head.named_parameters()]
@@ -330,8 +319,7 @@ class Decoder:
         self.embed_tensors = [name for name in self.edge_tensors if name.startswith(self.body_path)]
         self.logit_tensors = [name for name in self.edge_tensors if name != self.embedding or name in of_head]
         self.tail_tensors = [name for name in self.logit_tensors if name not in of_head]
-        # The output head, by the model's names; None if it is tied to the embedding or missing.
-        self.head: LinearMap | None = None
+        self.head: LinearMap | None = None  # by the model's names; None if it is tied to the embedding or missing
         if names and self.embedding not in of_head:
             path = paths[head]
             bias = f"{path}.bias" if f"{path}.bias" in names else None

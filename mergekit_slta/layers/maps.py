@@ -64,8 +64,7 @@ def has_transposed_experts(module: torch.nn.Module) -> bool:
     transformers notes it on most of these modules. On the others the shapes show it if the first projection computes
     the gate too: only one of its dimensions is then the hidden size.
     """
-    noted = getattr(module, "is_transposed", None)
-    if noted is not None:
+    if (noted := getattr(module, "is_transposed", None)) is not None:
         return bool(noted)
     first, second = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     return first is not None and second is not None and first.shape[-2] == second.shape[-1]
@@ -189,15 +188,12 @@ def is_fused(module: torch.nn.Module) -> bool:
 
 def fused_hidden(module: Any, projected: torch.Tensor) -> torch.Tensor:
     """The input of fused experts' down projection: their own gate applied to the first projection's output."""
-    hidden: torch.Tensor
     if not getattr(module, "has_gate", True):
-        hidden = module.act_fn(projected)
-    elif hasattr(module, "_apply_gate"):
-        hidden = module._apply_gate(projected)
-    else:  # a module without transformers' interface for such experts
-        gate, up = projected.chunk(2, dim=-1)
-        hidden = module.act_fn(gate) * up
-    return hidden
+        return module.act_fn(projected)
+    if hasattr(module, "_apply_gate"):
+        return module._apply_gate(projected)
+    gate, up = projected.chunk(2, dim=-1)  # of a module without transformers' interface for such experts
+    return module.act_fn(gate) * up
 
 
 class RoutedInputs(NamedTuple):
@@ -218,8 +214,7 @@ def routed_inputs(args: Sequence[torch.Tensor], experts: int, positions: torch.T
     """
     values, *chosen = args
     stacked = values.reshape(1 if chosen else experts, -1, values.shape[-1])
-    positions = torch.arange(stacked.shape[1]) if positions is None else positions
-    positions = positions.to(values.device)
+    positions = (torch.arange(stacked.shape[1]) if positions is None else positions).to(values.device)
     if chosen:
         numbers = torch.arange(len(positions), device=values.device)
         return RoutedInputs(stacked[0, positions], chosen[0].reshape(stacked.shape[1], -1)[positions], numbers, numbers)
@@ -243,9 +238,8 @@ def _maps_of(path: str, module: torch.nn.Module) -> Iterator[LinearMap]:
         return
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.nn.Parameter) and weight.ndim == 2:
-        role = tensor_role(module, "weight", weight)
         bias = f"{path}.bias" if isinstance(getattr(module, "bias", None), torch.nn.Parameter) else None
-        if role in MAPS:
+        if (role := tensor_role(module, "weight", weight)) in MAPS:
             yield LinearMap(path, path, f"{path}.weight", bias, role is Role.TRANSPOSED)
 
 

@@ -60,12 +60,9 @@ Found = TypeVar("Found")
 
 # The ends of the names of classes that make text from text; the last one's may take more than text.
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-# The node of the graph of a layer's children that is its output.
-OUTPUT = "<output>"
-# Of the largest number: by how much a token's features differ where a module has seen another token.
-MIXING_TOLERANCE = 1e-4
-# How much rounding may change a token's hidden state, relative to the largest value.
-CAUSAL_TOLERANCE = 1e-3
+OUTPUT = "<output>"  # the node of the graph of a layer's children that is its output
+MIXING_TOLERANCE = 1e-4  # of the largest number: by how much features differ where a module has seen another token
+CAUSAL_TOLERANCE = 1e-3  # how much rounding may change a token's hidden state, relative to the largest value
 INSEPARABLE = "its heads cannot be told apart by its linear maps"
 
 
@@ -96,10 +93,8 @@ def trace(
     try:
         return on_device(_with_form(decoder), device)
     except ModelCodeError as error:
-        raise SltaError(
-            f"The layers of {decoder.name} cannot be run one at a time ({error}), as slta and featcal do: use "
-            "'merge_method: actmat'."
-        ) from error
+        fix = "as slta and featcal do: use 'merge_method: actmat'"
+        raise SltaError(f"The layers of {decoder.name} cannot be run one at a time ({error}), {fix}.") from error
 
 
 def on_device(decoder: Decoder, device: torch.device | str) -> Decoder:
@@ -129,10 +124,8 @@ def _find_layers(model: transformers.PreTrainedModel, tower: torch.nn.Module) ->
     kinds = set(getattr(tower, "_no_split_modules", None) or ())
     if len(of_kinds := [module for module in lists if kinds.issuperset(type(layer).__name__ for layer in module)]) == 1:
         return of_kinds[0]
-    raise SltaError(
-        f"{type(model).__name__} has no single stack of decoder layers, so slta and featcal cannot run it: use "
-        "'merge_method: actmat'."
-    )
+    fix = "so slta and featcal cannot run it: use 'merge_method: actmat'"
+    raise SltaError(f"{type(model).__name__} has no single stack of decoder layers, {fix}.")
 
 
 def _fill_buffers(model: transformers.PreTrainedModel) -> None:
@@ -169,8 +162,7 @@ def _with_form(decoder: Decoder) -> Decoder:
         default = decoder.model.config._attn_implementation
         decoder.model.set_attn_implementation("eager")
         use_few_queries(decoder.model)
-        masked = _try_layers(decoder)
-        if masked.causal:
+        if (masked := _try_layers(decoder)).causal:
             decoder.form = masked
         else:
             decoder.model.set_attn_implementation(default)
@@ -201,10 +193,8 @@ def _try_layers(decoder: Decoder) -> LayerForm:
         state.clear()
     state.update({(argument,): of_kind[0][position] for argument, position in handed.items()})
     if any(tensor.shape[:1] != token_ids.shape[:1] for tensor in state.values()):
-        raise SltaError(
-            f"The layers of {decoder.name} pass something to later layers that mixes prompts, so no level applies: "
-            "use 'merge_method: actmat'."
-        )
+        fix = "so no level applies: use 'merge_method: actmat'"
+        raise SltaError(f"The layers of {decoder.name} pass something to later layers that mixes prompts, {fix}.")
     shape = hidden.shape
     stacked = len(shape) == 4 and shape[:2] != token_ids.shape == shape[1:3]
     # Each layer's output for the first token of the two samples that share it; rounding may differ.
@@ -241,10 +231,8 @@ def tail_problem(decoder: Decoder) -> str | None:
         why = "it needs those of earlier layers too"
     except ModelCodeError as error:
         why = first_line(error.__cause__ or error)
-    return (
-        f"'level: model' does not apply to {decoder.name}: it cannot compute its logits from the output of its last "
-        f"decoder layer alone ({why}). Use 'level: layer'."
-    )
+    problem = f"it cannot compute its logits from the output of its last decoder layer alone ({why})"
+    return f"'level: model' does not apply to {decoder.name}: {problem}. Use 'level: layer'."
 
 
 # What a layer makes of its children's outputs
@@ -260,8 +248,7 @@ def of_each_layer(decoder: Decoder, find: Callable[[Decoder, int], Found]) -> tu
         finally:
             on_device(decoder, device)
         decoder.found[find] = tuple(of_kind[first] for first in decoder.first_of_kind)
-    of_layers: tuple[Found, ...] = decoder.found[find]
-    return of_layers
+    return decoder.found[find]
 
 
 @torch.no_grad()
@@ -301,9 +288,7 @@ class _Trial:
         self._decoder, self._layer = decoder, layer
         self._tensors, self._hidden, self._call = made_up_layer(decoder, layer)
         self._other_tensors = random_numbers(decoder.layers[layer].state_dict(), decoder.device, seed=1)
-        modules = [
-            linear_map.module for linear_map in linear_maps(decoder.layers[layer]) if linear_map.mixture_expert is None
-        ]
+        modules = [one.module for one in linear_maps(decoder.layers[layer]) if one.mixture_expert is None]
         self.base = self._run(self._tensors, {}, inputs_of=modules, outputs_of=modules)
         self.outputs = {name: output for name, output in self.base.outputs.items() if "." not in name}
         self._values = {INPUT: self._hidden, **self.outputs}
@@ -314,10 +299,7 @@ class _Trial:
         return self._decoder.run(self._layer, tensors, hidden, self._call, replay=values, **settings)
 
     def reads(self) -> dict[str, Nodes]:
-        """By child, in the order of the calls, what its arguments are made from; last, what ``OUTPUT`` is made from.
-
-        These are the outputs of other children, and ``INPUT``.
-        """
+        """By child in the order of the calls, last by ``OUTPUT``: the children, and ``INPUT``, that it is made from."""
         reads = {}
         for node in (*self.outputs, OUTPUT):
             made = {}
@@ -436,11 +418,8 @@ class _Trial:
         mlp |= set().union(*(before[node] for node in mlp - after)) - {INPUT}  # what is parallel to the attention
         # Children whose tensors the layer uses by itself, or never, and its own tensors, are in both.
         unseen = owners - attention - mlp | owners & self.base.opened
-        branches = {
-            branch: frozenset(children | unseen)
-            for branch, children in (("attn", attention), ("mlp", mlp))
-            if children & owners
-        }
+        parts = {"attn": attention, "mlp": mlp}
+        branches = {branch: frozenset(part | unseen) for branch, part in parts.items() if part & owners}
         boundary = boundary if len(branches) > 1 else None
         return replace(whole, branches=branches, mixers=frozenset(first), boundary=boundary)
 
@@ -518,10 +497,8 @@ def _heads_of(decoder: Decoder, layer: int, mixers: Nodes) -> Heads | str:
     last = features.flatten(0, -2)[-1].square().sum()
     seen = torch.autograd.grad(last, leaves, retain_graph=True, allow_unused=True)
     mixed = any(bool(gradient.flatten(0, -2)[:-1].any()) for gradient in seen if gradient is not None)
-    if not mixed and not decoder.form.state:
-        return INSEPARABLE
     count = config_entry(decoder.model.config.get_text_config(), "num_attention_heads")
-    if count is None:
+    if count is None or not (mixed or decoder.form.state):
         return INSEPARABLE
     if features.shape[-1] % count:
         return f"its attention does not split into {count} heads of one size"

@@ -24,26 +24,18 @@ from peft.utils.other import get_pattern_key
 
 from mergekit_slta.errors import SltaError, reading
 from mergekit_slta.files import digest, versions
+from mergekit_slta.models import headers
 from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamps
-from mergekit_slta.models.headers import (
-    ADAPTER_CONFIG,
-    CHAT_TEMPLATES,
-    CODE,
-    TOKENIZER_FILES,
-    folder_with,
-    listed,
-    refuse_adapter_in,
-    source_folders,
-    weight_map,
-)
+from mergekit_slta.models.headers import ADAPTER_CONFIG, CHAT_TEMPLATES, CODE, TOKENIZER_FILES
 from mergekit_slta.models.layout import model_tensor_name
+from mergekit_slta.words import listed
 
 NO_FOLDER = "{model} is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER."
 
 
 def tokenizer_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
     """The folder with an adapter's own tokenizer; None if the adapter has none."""
-    folder = folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, CODE), path, cache_dir)
+    folder = headers.folder_with((*TOKENIZER_FILES, *CHAT_TEMPLATES, CODE), path, cache_dir)
     return folder if any((folder / name).exists() for name in TOKENIZER_FILES[:3]) else None
 
 
@@ -61,9 +53,9 @@ def merge_adapter(
     """
     if not cache_dir:
         raise SltaError(NO_FOLDER.format(model=self))
-    base, adapter = source_folders(self, LoaderCache().hf_cache_dir)
+    base, adapter = headers.source_folders(self, LoaderCache().hf_cache_dir)
     assert self.lora and adapter
-    refuse_adapter_in(base)
+    headers.refuse_adapter_in(base)
     files_of_both = sorted(stamps(source_files(base, adapter)).values())
     made_with = [versions() | {"commit": ""}, peft.__version__]  # each folder is a whole model
     content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, *made_with]
@@ -76,17 +68,15 @@ def merge_adapter(
         if folder.exists():
             return ModelReference(model=ModelPath(path=str(folder)))
         shutil.rmtree(part, ignore_errors=True)  # of a merge that was killed
-        try:
-            loader = get_auto_cls(self.config(trust_remote_code).architectures[0])
-            how = {"revision": self.model.revision, "cache_dir": LoaderCache().hf_cache_dir}
-            how |= {"dtype": dtype_from_name(lora_merge_dtype), "trust_remote_code": trust_remote_code}
-            stack.enter_context(torch.random.fork_rng(devices=[]))  # a caller's numbers, as of dare, stay the same
-            model = loader.from_pretrained(self.model.path, **how)
-            with_adapter(model, self, adapter, peft.load_peft_weights(str(adapter), device="cpu")).save_pretrained(part)
-            weight_map(part)  # transformers writes no weights in processes of torchrun but the first
-            os.replace(part, folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+        stack.callback(shutil.rmtree, part, ignore_errors=True)
+        loader = get_auto_cls(self.config(trust_remote_code).architectures[0])
+        how = {"revision": self.model.revision, "cache_dir": LoaderCache().hf_cache_dir}
+        how |= {"dtype": dtype_from_name(lora_merge_dtype), "trust_remote_code": trust_remote_code}
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # a caller's numbers, as of dare, stay the same
+        model = loader.from_pretrained(self.model.path, **how)
+        with_adapter(model, self, adapter, peft.load_peft_weights(str(adapter), device="cpu")).save_pretrained(part)
+        headers.weight_map(part)  # transformers writes no weights in processes of torchrun but the first
+        os.replace(part, folder)
     return ModelReference(model=ModelPath(path=str(folder)))
 
 
@@ -185,10 +175,8 @@ def _unmerged(config: Any, largest: int) -> str:
         return f"is of the type {config.peft_type.value}, which cannot be merged into a model: train a LoRA"
     start = str(getattr(config, "init_lora_weights", ""))
     if "_niter_" in start or start in ("corda", "loftq", "lora_ga"):
-        return (
-            f"was trained on weights that 'init_lora_weights: {start}' had changed, and does not hold them: save it "
-            "with peft's 'path_initial_model_for_weight_conversion', or save the trained model whole"
-        )
+        cure = "save it with peft's 'path_initial_model_for_weight_conversion', or save the trained model whole"
+        return f"was trained on weights that 'init_lora_weights: {start}' had changed, and does not hold them: {cure}"
     if getattr(config, "megatron_config", None):  # has peft import the module that 'megatron_core' names
         return "was trained with Megatron's layers ('megatron_config'): save the trained model whole"
     if getattr(config, "layer_replication", None):

@@ -26,11 +26,10 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Headers, Model, exempt_types
-from mergekit_slta.models.layout import Layout
+from mergekit_slta.models.layout import Layout, silenced
 from mergekit_slta.words import listed
 
-# mergekit keeps one loader of each model for the whole process: a merge holds this lock.
-ONE_AT_A_TIME = threading.RLock()
+ONE_AT_A_TIME = threading.RLock()  # a merge holds it: mergekit keeps one loader of each model for the whole process
 LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -66,10 +65,9 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
     }
     stacks: dict[str, dict[int, list[WeightInfo]]] = {}
     outside: list[WeightInfo] = []
-    for name in base.pieces:
-        target = base.pieces[name].targets[0]
-        if layer := LAYER.search(target):
-            stacks.setdefault(target[: layer.start()], {}).setdefault(int(layer[1]), []).append(weights[name])
+    for name, piece in base.pieces.items():
+        if layer := LAYER.search(piece.targets[0]):
+            stacks.setdefault(layer.string[: layer.start()], {}).setdefault(int(layer[1]), []).append(weights[name])
         else:
             outside.append(weights[name])
     outside += [weights[name] for name in base.outside]
@@ -88,12 +86,8 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
 
 def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:
     """mergekit's definition of a model's architecture; None if it has none, about which it logs a message."""
-    log = logging.getLogger("mergekit.architecture")
-    log.disabled = True
-    try:
+    with silenced(logging.WARNING):
         return arch_info_for_config(config)
-    finally:
-        log.disabled = False
 
 
 def vocabulary_axes(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> Mapping[str, int]:
@@ -120,8 +114,7 @@ class AsTheBase(LazyTensorLoader):
     """
 
     def __init__(self, expert: LazyTensorLoader, base: LazyTensorLoader, layout: Layout) -> None:
-        self._missing = layout.pieces.keys() | set(layout.outside)
-        self._missing -= expert.index.tensor_paths.keys()
+        self._missing = {*layout.pieces, *layout.outside} - expert.index.tensor_paths.keys()
         known = expert.index.tensor_paths | dict.fromkeys(self._missing, "")
         super().__init__(replace(expert.index, tensor_paths=known), expert.lazy_unpickle)
         self._layout, self._stored, self._base = layout, Layout(layout.model, expert.index.tensor_paths), base
@@ -143,10 +136,8 @@ def refuse_turned(base: Model, expert: Model) -> None:
     """Refuse an expert that stores a mixture's matrices turned, as versions of transformers differ in."""
     pairs = ((name, header.shape, expert.tensors.get(name, header).shape) for name, header in base.tensors.items())
     if turned := [name for name, one, other in pairs if len(one) > 2 and one != other == one[:-2] + one[:-3:-1]]:
-        raise SltaError(
-            f"{expert} stores {listed(turned)} turned, unlike {base}: load both with transformers, save them, and name "
-            "these copies."
-        )
+        fix = "load both with transformers, save them, and name these copies"
+        raise SltaError(f"{expert} stores {listed(turned)} turned, unlike {base}: {fix}.")
 
 
 def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
@@ -159,9 +150,7 @@ def adapt_loaders(layout: Layout, base: Model, *experts: Model) -> None:
         if expert.reference.lora:  # whose headers are those of its base model, until it is merged
             refuse_turned(base, expert)
         if not known <= wanted and (parted := expert.layout(layout.model).parted(layout, loader.get_tensor)):
-            raise SltaError(
-                f"{' and '.join(parted)} differ in the expert {expert}, and are one tensor in the base model {base}: "
-                "save both models with 'tie_word_embeddings' false."
-            )
+            own, fix = " and ".join(parted), "save both models with 'tie_word_embeddings' false"
+            raise SltaError(f"{own} differ in the expert {expert}, and are one tensor in the base model {base}: {fix}.")
         if not wanted <= known:
             LoaderCache.loaders[expert.reference] = AsTheBase(loader, LoaderCache().get(base.reference), layout)

@@ -5,12 +5,11 @@ Stored weights come through mergekit's loader, a mixture's experts one by one.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import transformers
@@ -54,10 +53,8 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> str:
         """The checkpoint's dtype, from its configuration or else from its first tensor."""
-        declared = getattr(self.config, "dtype", None)
-        if declared is None:
-            declared = self._loader.get_tensor(next(iter(self.model.tensors))).dtype
-        return str(declared).removeprefix("torch.")
+        dtype = getattr(self.config, "dtype", None) or self._loader.get_tensor(next(iter(self.model.tensors))).dtype
+        return str(dtype).removeprefix("torch.")
 
     def read(
         self,
@@ -74,8 +71,7 @@ class Checkpoint:
         tensors, layout = dict[str, torch.Tensor](), self.model.layout(model)
         for key, name in names.items():
             if name not in layout:
-                why = "its checkpoint is incomplete or of another architecture"
-                raise SltaError(f"{self} lacks the tensor {name}: {why}.")
+                raise SltaError(f"{self} lacks the tensor {name}: it is incomplete or of another architecture.")
             shape = (stacks or {}).get(key)
             if shape and layout.in_parts(name):
                 tensors[key] = self._stack(name, layout, shape, device)
@@ -114,9 +110,7 @@ class Checkpoint:
 
     def _refuse_broken(self, name: str, tensor: torch.Tensor) -> None:
         if not is_finite(tensor):
-            raise SltaError(
-                f"{self} holds NaN or Inf in the tensor {name}: the checkpoint is broken, get an undamaged copy."
-            )
+            raise SltaError(f"{self} holds NaN or Inf in the tensor {name}: it is broken, get an undamaged copy.")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -148,13 +142,8 @@ class ExpertStack(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], device: torch.device | str, part: Callable[[int], torch.Tensor]
-    ) -> ExpertStack:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=torch.float32, device=torch.device(device)
-        )
+    def __new__(cls, shape: Sequence[int], device: torch.device | str, part: Callable[[int], torch.Tensor]) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=torch.device(device))
         made.part = part
         return made
 
@@ -218,16 +207,13 @@ def weighted_sum(base: torch.Tensor, experts: Sequence[tuple[torch.Tensor, torch
 
 
 def blend(base: Tensors, experts: Sequence[Tensors], alpha: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The ``weighted_sum`` of all floating-point tensors, with one weight for each expert [T].
-
-    Other tensors stay the base model's.
-    """
+    """The ``weighted_sum`` of floating-point tensors, one weight for each expert [T]; others stay the base model's."""
     blended = dict(base)
     for name, tensor in base.items():
         if tensor.is_floating_point():
             pairs = list(zip((expert[name] for expert in experts), alpha, strict=True))
             if isinstance(tensor, ExpertStack):
-                blended[name] = ExpertStack(tensor.shape, tensor.device, functools.partial(_part, tensor, pairs))
+                blended[name] = ExpertStack(tensor.shape, tensor.device, partial(_part, tensor, pairs))
             else:
                 blended[name] = weighted_sum(tensor, pairs)
     return blended
@@ -242,8 +228,7 @@ class Blend:
     """A ``blend`` of the base model and the ``T`` experts that can be read like a checkpoint."""
 
     def __init__(self, models: Sequence[Checkpoint], alpha: torch.Tensor) -> None:
-        self.models = models
-        self._alpha = alpha
+        self.models, self._alpha = models, alpha
 
     def read(
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"

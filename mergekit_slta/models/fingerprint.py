@@ -25,9 +25,6 @@ from mergekit_slta.models.headers import ADAPTER_CONFIG, CODE, WEIGHT_FILES, ada
 SAMPLED_SPOTS = 8
 SAMPLED_BYTES = 64
 
-# By path, the size, the time of the last change and the inode of a file.
-Stamps = dict[str, tuple[int, int, int]]
-
 
 def fingerprint_of(folder: str | Path, adapter: Path | None = None) -> str:
     """Identify a model by the names, shapes and dtypes of its tensors and a sample of their bytes; sha256 in hex.
@@ -62,8 +59,8 @@ def source_files(folder: Path, adapter: Path | None) -> list[Path]:
     return [*weights, *sorted(folder.glob(CODE)), *of_adapter]
 
 
-def stamps(files: Iterable[Path]) -> Stamps:
-    """The stamps of the files that exist: a file that is written to or replaced gets another one."""
+def stamps(files: Iterable[Path]) -> dict[str, tuple[int, int, int]]:
+    """By path, size, time of change and inode of the files that exist: one that is written or replaced gets others."""
     stamped = {}
     for path in files:
         with contextlib.suppress(OSError):
@@ -74,17 +71,14 @@ def stamps(files: Iterable[Path]) -> Stamps:
 
 def _content_hash(files: Iterable[Path]) -> str:
     """Hash the tensors in files, in the order of their names: a few bytes of each, from evenly spread places."""
-    entries = list[tuple[str, str, list[int], bytes]]()
+    entries = list[tuple[str, bytes]]()
     for name, tensor in (entry for file in files for entry in _tensors(file)):
         content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         step = max(1, (len(content) - SAMPLED_BYTES) // (SAMPLED_SPOTS - 1))
         starts = range(0, max(1, len(content) - SAMPLED_BYTES + 1), step)
         sample = b"".join(content[start : start + SAMPLED_BYTES] for start in starts)
-        entries.append((name, _dtype_name(tensor.dtype), list(tensor.shape), sample))
-    sha256 = hashlib.sha256()
-    for name, dtype, shape, sample in sorted(entries):
-        sha256.update(json.dumps([name, dtype, shape]).encode() + sample)
-    return sha256.hexdigest()
+        entries.append((name, json.dumps([name, _dtype_name(tensor.dtype), list(tensor.shape)]).encode() + sample))
+    return hashlib.sha256(b"".join(entry for _, entry in sorted(entries))).hexdigest()
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

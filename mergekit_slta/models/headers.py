@@ -16,10 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import huggingface_hub
 import safetensors
 import torch
 import transformers
+from huggingface_hub import get_safetensors_metadata, hf_hub_download, snapshot_download
 from huggingface_hub.errors import NotASafetensorsRepoError, RemoteEntryNotFoundError
 from mergekit.common import ModelPath, ModelReference
 
@@ -34,14 +34,12 @@ LOG = logging.getLogger(__name__)
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"  # tells an adapter from a model
-# A folder with one of the first three holds a tokenizer.
-TOKENIZER_FILES = (
+TOKENIZER_FILES = (  # a folder with one of the first three holds a tokenizer
     "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
-# Of images, video and sound, and how an embedding model makes one vector of many.
-PROCESSOR = (
+PROCESSOR = (  # of images, video and sound, and how an embedding model makes one vector of many
     "*processor_config.json", "audio_tokenizer_config.json", "modules.json", "config_sentence_transformers.json",
     "sentence_bert_config.json", "*_Pooling/config.json", "*_Dense/*",
 )  # fmt: skip
@@ -124,9 +122,7 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
         needed = ["config.json"], [f"{name}{end}" for name in WEIGHT_FILES for end in ("", ".index.json")]
         whole = all(any((folder / name).is_file() for name in names) for names in needed)
         if (folder / ADAPTER_CONFIG).is_file() and not whole:
-            raise SltaError(
-                f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model that it adapts as BASE."
-            )
+            raise SltaError(f"{folder} is a LoRA adapter: write 'BASE+{folder}', with the model it adapts as BASE.")
         tensors = folder_headers(folder)
     config = _config(reference, trust_remote_code)
     text_config = config.get_text_config()
@@ -136,10 +132,8 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
         config.tie_word_embeddings = False
     layers = max(getattr(part, "num_hidden_layers", None) or 0 for part in (config, text_config))
     if layers > len(tensors):  # building such a model may take forever
-        raise SltaError(
-            f"The config.json of {path} gives {layers} layers, more than the checkpoint has tensors ({len(tensors)}): "
-            "get undamaged copies of its files."
-        )
+        why = f"more than the checkpoint has tensors ({len(tensors)}): get undamaged copies of its files"
+        raise SltaError(f"The config.json of {path} gives {layers} layers, {why}.")
     architecture = (config.architectures or [""])[0].removeprefix("FSDP")  # which some versions of transformers wrote
     vocabulary = getattr(text_config, "vocab_size", None)
     prefix = getattr(getattr(transformers, architecture, None), "base_model_prefix", "") or "model"
@@ -152,10 +146,9 @@ def _config(reference: ModelReference, trust_remote_code: bool) -> transformers.
     except Exception as error:  # a model's own code may raise anything
         if "trust_remote_code" in str(error):
             raise SltaError(f"{reference.model} needs its own code: allow it with --trust-remote-code.") from error
-        raise SltaError(
-            f"transformers cannot read the config.json of {reference.model} ({first_line(error)}): get an undamaged "
-            "copy, or a version of transformers that knows the model."
-        ) from error
+        problem = f"transformers cannot read the config.json of {reference.model} ({first_line(error)})"
+        fix = "get an undamaged copy, or a version of transformers that knows the model"
+        raise SltaError(f"{problem}: {fix}.") from error
     names = config.architectures
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise SltaError(f"The config.json of {reference.model} must name one class under 'architectures'.")
@@ -171,7 +164,7 @@ def local_folder(path: ModelPath, cache_dir: str | None = None) -> Path | None:
         return Path(path.path)
     with contextlib.suppress(*hub.HUB_ERRORS, SltaError):
         # The Hub's client refuses a folder that lacks any file that is asked for.
-        folder = huggingface_hub.snapshot_download(
+        folder = snapshot_download(
             path.path, revision=path.revision, cache_dir=cache_dir, local_files_only=True, allow_patterns="config.json"
         )
         weight_map(Path(folder))
@@ -184,11 +177,7 @@ def folder_with(files: Sequence[str], path: ModelPath, cache_dir: str | None) ->
     if Path(path.path).exists():
         return Path(path.path)
     patterns = [*files, "*config.json"]  # which every repository has: the Hub's client warns where nothing fits
-    return Path(
-        huggingface_hub.snapshot_download(
-            path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=patterns
-        )
-    )
+    return Path(snapshot_download(path.path, revision=path.revision, cache_dir=cache_dir, allow_patterns=patterns))
 
 
 def source_folders(reference: ModelReference, cache_dir: str | None = None) -> tuple[Path, Path | None]:
@@ -218,14 +207,11 @@ def refuse_adapter_in(folder: Path) -> None:
 def weight_map(folder: Path) -> dict[str, list[str]]:
     """The weight files that mergekit reads from a folder, each with its tensors' names if there is an index."""
     for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
+        if (index := folder / f"{name}.index.json").is_file():
             files = _indexed_files(index)
             if (folder / name).is_file() and name not in files:
-                raise SltaError(
-                    f"{folder / name} and {index} are two sets of tensors; transformers reads the first, "
-                    "mergekit the second: remove the one that is not the model's."
-                )
+                why = "transformers reads the first, mergekit the second: remove the one that is not the model's"
+                raise SltaError(f"{folder / name} and {index} are two sets of tensors; {why}.")
             return files
         if (folder / name).is_file():
             return {name: []}
@@ -259,10 +245,8 @@ def folder_headers(folder: Path) -> Headers:
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
         headers = file_headers(folder / file)
-        if lost := [name for name in names if name not in headers]:
-            raise SltaError(
-                f"{folder / file} lacks {listed(lost)}, which the index expects there: get an undamaged copy."
-            )
+        if lost := listed(name for name in names if name not in headers):
+            raise SltaError(f"{folder / file} lacks {lost}, which the index expects there: get an undamaged copy.")
         tensors.update({name: headers[name] for name in names or headers})
     return tensors
 
@@ -301,8 +285,7 @@ def unpickled(path: Path, device: str) -> dict[str, torch.Tensor]:
 
 def _header(shape: list[int], dtype: str) -> TensorHeader:
     """A tensor's header; a dtype's name holds the bits of an element, except for BOOL, which has 8."""
-    bits = re.search(r"\d+", dtype)
-    size = torch.Size(shape)
+    bits, size = re.search(r"\d+", dtype), torch.Size(shape)
     nbytes = size.numel() * (int(bits[0]) if bits else 8) // 8
     return TensorHeader(size, nbytes, integer=dtype.startswith(("I", "U", "BOOL")))
 
@@ -311,10 +294,10 @@ def hub_headers(path: ModelPath) -> Headers:
     """The tensors of a model on the Hub, read by requests for parts of its files."""
     try:
         with hub.asking(path):
-            files = huggingface_hub.get_safetensors_metadata(path.path, revision=path.revision).files_metadata
+            files = get_safetensors_metadata(path.path, revision=path.revision).files_metadata
     except NotASafetensorsRepoError:
         with hub.asking(path), contextlib.suppress(RemoteEntryNotFoundError):  # whether there is such a model at all
-            huggingface_hub.hf_hub_download(path.path, "config.json", revision=path.revision)
+            hf_hub_download(path.path, "config.json", revision=path.revision)
         raise SltaError(
             f"{path} has no model.safetensors on the Hub: instead of GGUF files, name the model that they were made "
             f"from; download pickled weights with 'hf download {path.path}' first; write an adapter after its base "

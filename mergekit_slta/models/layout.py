@@ -22,17 +22,9 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from mergekit.common import get_auto_cls
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    apply_renamings,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import MergeModulelist, Transpose, WeightConverter, WeightRenaming, WeightTransform
 from transformers.initialization import no_init_weights
 
 from mergekit_slta.errors import SltaError, reading
@@ -149,7 +141,7 @@ class Layout:
         self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         self._converters = [each for each in conversions if isinstance(each, WeightConverter)]
         prefix = "" if model is None else model.base_model_prefix
-        ordered = sorted(stored, key=dot_natural_key)  # the order in which transformers converts them
+        ordered = sorted(stored, key=loading.dot_natural_key)  # the order in which transformers converts them
         respelled = [name for name in ordered if not self._enter(name, [name], loosely=False)]
         for name in respelled:  # what has the model's own name comes first
             if not self._enter(name, spellings(name, prefix), loosely=True) and not OLD_BUFFER.search(name):
@@ -161,8 +153,7 @@ class Layout:
             self.pieces[name] = Piece(name, (name,))
             self._sources[name] = _Source((name,), None, [self.pieces[name]])
             return True
-        entry = self._piece(name, names, loosely)
-        if entry is None:
+        if (entry := self._piece(name, names, loosely)) is None:
             return False
         piece, converter = entry
         source = self._sources.get(piece.targets[0])
@@ -180,14 +171,14 @@ class Layout:
         assert self.model is not None
         prefix = self.model.base_model_prefix if loosely else None  # which transformers adds or takes away
         for spelling in names:
-            key, pattern = rename_source_key(spelling, self._renamings, self._converters, prefix, self._tensors)
+            key, pattern = loading.rename_source_key(spelling, self._renamings, self._converters, prefix, self._tensors)
             if key not in self._tensors and spelling in self._tensors:
                 key, pattern = spelling, None  # a name that should not have been renamed
             if key not in self._tensors:
                 continue
             if pattern is None:
                 return Piece(name, (key,)), None
-            renamed = apply_renamings(spelling, self._renamings)
+            renamed = loading.apply_renamings(spelling, self._renamings)
             converter = next(each for each in self._converters if each.rename_source_key(renamed)[1] == pattern)
             head = converter.target_patterns[0]
             targets = tuple(key.replace(head, target, 1) for target in converter.target_patterns)
@@ -230,9 +221,7 @@ class Layout:
         """The stored tensors that make a tensor of the model, or the part of a mixture's expert."""
         source = self._source(target)
         assert source is not None
-        return [
-            piece for piece in source.pieces if mixture_expert is None or piece.mixture_expert in (None, mixture_expert)
-        ]
+        return [one for one in source.pieces if mixture_expert is None or one.mixture_expert in (None, mixture_expert)]
 
     def read(self, target: str, load: Load, mixture_expert: int | None = None) -> torch.Tensor:
         """Read a tensor of the model, which must be there, or the part of a mixture's expert, from the stored ones."""
@@ -243,10 +232,8 @@ class Layout:
             part = whole if mixture_expert is None else whole[mixture_expert]
             return part.mT if turned else part
         one = mixture_expert is not None and _by_expert(source.converter)
-        pieces = [
-            (piece.pattern, piece.stored, partial(load, piece.stored))
-            for piece in self.pieces_of(target, mixture_expert)
-        ]
+        parts = self.pieces_of(target, mixture_expert)
+        pieces = [(piece.pattern, piece.stored, partial(load, piece.stored)) for piece in parts]
         tensors = self._converted(source.converter, source.targets[0], pieces)
         whole = tensors[next(name for name in (target, *source.targets) if name in tensors)]
         return whole if mixture_expert is None else whole[0 if one else mixture_expert]

@@ -47,10 +47,8 @@ class Interpolation(LayerMethod[Grams]):
         """Measure the layer's submodules with every setting, on the base model's inputs."""
         # A linear map's output is linear in its weights: its Gram matrices follow from the experts', without a run.
         no_runs = {"linear"} if layer_parts(self.decoder, "linear", layer) != [""] else set[str]()
-        features, maps = (
-            LayerFeatures(self.decoder, layer, tensors, [level for level in self.levels if level in chosen])
-            for chosen in ({*self.levels} - no_runs, no_runs)
-        )
+        features = LayerFeatures(self.decoder, layer, tensors, [level for level in self.levels if level not in no_runs])
+        maps = LayerFeatures(self.decoder, layer, tensors, [level for level in self.levels if level in no_runs])
         measured = {name: self._no_grams() for name in (*features.names, *maps.names)}
         for number, batch in enumerate(streams.batches):
             rows, hidden, call = list(batch.rows), streams.hidden(BASE, number), streams.call(BASE, number)

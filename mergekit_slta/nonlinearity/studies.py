@@ -145,7 +145,6 @@ class Plan:
 
     def measure(self, quiet: bool = True) -> Linearity:
         """Measure one study after the other; a progress bar for each shows this process's share, unless ``quiet``."""
-        layers = range(len(self.decoder))
         result = Linearity(tuple(self.names), tuple(self.levels), tuple(map(len, self.tasks)), {}, {}, {}, {})
         for number, study in enumerate(self.studies, 1):
             tasks, doing = self._tasks_of(study), f"Measuring linearity, study {number} of {len(self.studies)}"
@@ -155,7 +154,7 @@ class Plan:
             group = "+".join(members)
             result.members[group] = members
             for level in self.levels:
-                names = [name for layer in layers for name in submodules(self.decoder, level, layer)]
+                names = [name for layer in range(len(self.decoder)) for name in submodules(self.decoder, level, layer)]
                 _add_scores(result, level, group, study, {name: grams[name] for name in names or ["model"]})
         return result
 
@@ -192,9 +191,8 @@ def linearity(
     experiment.require_levels(chosen)
     models, studies = experiment.checkpoints, plan_studies(len(names), pairs, triples)
     tasks = [data.token_ids for data in experiment.load_data(experiment.recipe.experts, samples)]
-    plan = Plan(
-        on_device(experiment.decoder, experiment.device), models, names, tasks, chosen, studies, experiment.ranks
-    )
+    decoder = on_device(experiment.decoder, experiment.device)
+    plan = Plan(decoder, models, names, tasks, chosen, studies, experiment.ranks)
     if not experiment.quiet:
         click.echo(f"Note: {plan}.", err=True)
     return plan.measure(experiment.quiet)

@@ -84,11 +84,9 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         _model_table(recipe, made, solution),
     ]
     if solution is not None:
-        of_base = (
-            " The base model's is the share of the experts' change on its prompts that the merge avoids."
-            * solution.has_base_task
-        )
-        paragraphs.append(f"{printable(solution.verdict())} The share says little about accuracy.{of_base}")
+        of_base = " The base model's is the share of the experts' change on its prompts that the merge avoids."
+        said = f"{printable(solution.verdict())} The share says little about accuracy."
+        paragraphs.append(said + of_base * solution.has_base_task)
     sources = [task.calibration for task in recipe.tasks if task.calibration]
     local = [_code(source_name(source)) for source in sources if not is_dataset(source)]
     needed = f" and the files of prompts {', '.join(local)}, which are not in this repository" if local else ""
@@ -135,10 +133,8 @@ def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> s
 
 def _score_table(made: Manifest) -> str:
     """The scores of the merge on held-out prompts, with the number of answers behind each accuracy."""
-    lines = [
-        ["Task of", "Prompts", "Accuracy (short answers)", "Share of the expert's gain in likelihood"],
-        ["---"] * 4,
-    ]
+    header = ["Task of", "Prompts", "Accuracy (short answers)", "Share of the expert's gain in likelihood"]
+    lines = [header, ["---"] * 4]
     for model, score in made.scores.items():
         accuracy = f"{as_score(score['accuracy'])} ({score['short_answers']:.0f})"
         of_base = " (of its own answers; in likelihood, 0 is the experts' mean)" * (model == made.base_model.name)

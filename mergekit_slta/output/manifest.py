@@ -84,12 +84,11 @@ def describe(
     kind = recipe.settings.expert
     own += [_filled(kind, given[expert.reference], SOURCES - {"samples"} | not_told) for expert in recipe.experts]
     checkpoints = experiment.checkpoints if whole else [experiment.base]
-    revisions, hashes = [*map(_revision, checkpoints)], [model.fingerprint for model in checkpoints]
-    for known in (revisions, hashes):
-        known += [""] * (len(recipe.references) - len(known))
+    contents = [(_revision(model), model.fingerprint) for model in checkpoints]
+    contents += [("", "")] * (len(recipe.references) - len(contents))
     models = [
         MergedModel(name=recipe.names[model], revision=revision, sha256=sha256, parameters=parameters)
-        for model, revision, sha256, parameters in zip(recipe.references, revisions, hashes, own, strict=True)
+        for model, (revision, sha256), parameters in zip(recipe.references, contents, own, strict=True)
     ]
     settings = _filled(type(recipe.settings), config.parameters or {}, {"report"} | not_told)
     if settings.get("statistics"):

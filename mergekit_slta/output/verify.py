@@ -141,11 +141,8 @@ def _loading_problems(experiment: Experiment, base: Model, written: Model, store
     sliced = experiment.recipe.config.slices or experiment.recipe.config.modules  # by mergekit's own methods
     may_differ = ["num_nextn_predict_layers", "mtp_num_hidden_layers"]  # of a head that many checkpoints lack
     may_differ += ["num_hidden_layers", "layer_types"] if sliced else []
-    names = [
-        name
-        for name in other_computation(base.config, written.config, whole=True)
-        if name.rpartition(".")[2] not in may_differ
-    ]
+    names = other_computation(base.config, written.config, whole=True)
+    names = [name for name in names if name.rpartition(".")[2] not in may_differ]
     names += ["architectures"] * (base.architecture != written.architecture)
     if names:
         yield f"The folder's config.json differs from that of {base} in {listed(names)}: copy these entries from there."

@@ -152,10 +152,8 @@ class Recipe:
     @cached_property
     def experts(self) -> tuple[Task, ...]:
         """The experts in the recipe's order, each with its own task."""
-        return tuple(
-            Task(reference, **_table(self.settings.expert, table).model_dump(include=SOURCES))
-            for reference, table in expert_parameters(self.config).items()
-        )
+        kind, tables = self.settings.expert, expert_parameters(self.config)
+        return tuple(Task(model, **_table(kind, table).model_dump(include=SOURCES)) for model, table in tables.items())
 
     @cached_property
     def keep(self) -> Task | None:

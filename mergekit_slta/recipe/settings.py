@@ -6,7 +6,7 @@ Other rooms read a method's properties here (does it run models? the experts too
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 from mergekit.common import ModelReference
 from mergekit.config import InputModelDefinition, InputSliceDefinition, MergeConfiguration
@@ -17,8 +17,6 @@ from pydantic.fields import FieldInfo
 from mergekit_slta.data.sources import READERS
 from mergekit_slta.errors import SltaError
 from mergekit_slta.levels import Level
-
-Ridge: TypeAlias = Annotated[FiniteFloat, Field(ge=0)]
 
 
 class Parameters(BaseModel):
@@ -74,9 +72,7 @@ class CalibrationSettings(MethodSettings):
 
     runs_models: ClassVar[bool] = True
     expert: ClassVar[type[Parameters]] = CalibratedExpert
-    max_tokens: Annotated[int, Field(ge=1)] = Field(
-        default=512, description="tokens of a prompt with its answer; the rest is cut"
-    )
+    max_tokens: int = Field(default=512, ge=1, description="tokens of a prompt with its answer; the rest is cut")
     seed: int = Field(default=0, description="seed of the random choice of prompts")
     report: str = Field(default="", description="a folder for an HTML report of the merge")
 
@@ -94,7 +90,7 @@ class SltaSettings(CalibrationSettings):
         default=True,
         description="an expert's prompts count the same; `false`: long prompts and large changes count more",
     )
-    ridge: Ridge = Field(default=0.0, description="pulls the weights towards zero; at least 0")
+    ridge: FiniteFloat = Field(default=0.0, ge=0, description="pulls the weights towards zero; at least 0")
     statistics: str = Field(
         default="",
         description="a statistics file to use or to write; `hf:ORG/REPO/FILE[@REVISION]` reads a published one",
@@ -122,8 +118,6 @@ class FeatcalSettings(CalibrationSettings):
 # The ridges of ``actmat`` by default, and where the experts are LoRA adapters, whose changes lie in few directions
 # (tests/benchmarks/adapters.py).
 ACTMAT_RIDGE, ACTMAT_RIDGE_OF_ADAPTERS = 0.03, 3.0
-
-
 SMALLEST_ACTMAT_RIDGE = 1e-4  # of what float32 bears (actmat/covariance.py)
 
 

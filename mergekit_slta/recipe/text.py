@@ -144,18 +144,14 @@ def _parameters(
         elif name in OF_OTHERS and name not in specs:
             yield f"'{name}'", f" has no effect: '{settings.method}' does not use it, so delete it."
         elif name not in specs:
-            yield (
-                f"Unknown parameter '{name}'",
-                suggestion(name, allowed) or f"; the known ones are {', '.join(sorted(allowed))}.",
-            )
+            rest = suggestion(name, allowed) or f"; the known ones are {', '.join(sorted(allowed))}."
+            yield f"Unknown parameter '{name}'", rest
         elif settings.runs_models and not isinstance(setting, (str, int, float, bool)):
             fix = "; put all prompts into one file" if name == "calibration" else ""
             yield f"'{name}'", f" must be one value for the whole merge, not a list or a filter{fix}."
         elif type(specs[name].default) is int and any(isinstance(p, list) and len({*p}) > 1 for p in _values(setting)):
-            yield (
-                f"'{name}'",
-                " is a whole number, and a list makes mergekit take fractions: write one value, or filters.",
-            )
+            rest = " is a whole number, and a list makes mergekit take fractions: write one value, or filters."
+            yield f"'{name}'", rest
         else:
             values = [value for part in _values(setting) for value in (part if isinstance(part, list) else [part])]
             for value in {repr(value): value for value in values}.values():  # 1.0 and true are equal

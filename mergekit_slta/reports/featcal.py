@@ -29,8 +29,7 @@ def drift_page(errors: torch.Tensor, tasks: Sequence[tuple[str, int]], settings:
     names = short_names([model for model, _ in tasks])
     digits = partial(as_score, decimals=3)
     last = [f"{digits(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
-    layers = list(range(len(errors)))
-    curves = [Line(name, layers, curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
+    curves = [Line(name, range(len(errors)), curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
     distances = "After the last layer, the merge's features are at a relative distance of"
     ridge = f"ridge {settings.ridge}" if settings.ridge != "auto" else "a ridge chosen on held-out prompts"
     return Page(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -75,12 +75,7 @@ def _merge_charts(result: Linearity, sizes: Sequence[int]) -> list[Chart]:
 
 
 def _points(
-    result: Linearity,
-    name: str,
-    quantity: str,
-    caption: str,
-    metrics: Mapping[str, str],
-    series: Mapping[str, Sequence[str]],
+    result: Linearity, name: str, quantity: str, caption: str, metrics: dict[str, str], series: dict[str, list[str]]
 ) -> Chart:
     """Points for every group of submodules: the means of metrics over each series' experts or merges."""
     drawn = []
@@ -107,10 +102,8 @@ def _distance_map(result: Linearity) -> Chart:
     expert, name = max(scores, key=lambda place: (not math.isnan(scores[place]), scores[place]))
     short = short_names(result.experts)[result.experts.index(expert)]
     distances = result.maps[result.levels[0]][expert][name].tolist()
-    rows = [
-        [f"α = {step}", *(plain_number(distance, ".3f") for distance in row)]
-        for step, row in zip(STEP_NAMES, distances, strict=True)
-    ]
+    steps = [f"α = {step}" for step in STEP_NAMES]
+    rows = [[step, *(plain_number(part, ".3f") for part in row)] for step, row in zip(steps, distances, strict=True)]
     return Chart(
         name="distances",
         title=f"Distances on the way to {short}",
@@ -123,7 +116,7 @@ def _distance_map(result: Linearity) -> Chart:
             y_label="weight α",
             value_label="distance of the features, relative to the whole way",
         ),
-        table=Table(["From, to", *(f"α = {step}" for step in STEP_NAMES)], rows),
+        table=Table(["From, to", *steps], rows),
     )
 
 

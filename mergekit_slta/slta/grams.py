@@ -123,9 +123,7 @@ class LayerFeatures:
     """
 
     def __init__(self, decoder: Decoder, layer: int, tensors: Sequence[Tensors], levels: Sequence[str]) -> None:
-        self.decoder = decoder
-        self.layer = layer
-        self.tensors = tensors
+        self.decoder, self.layer, self.tensors = decoder, layer, tensors
         parts = dict.fromkeys(part for level in levels for part in layer_parts(decoder, level, layer))
         self.names = [submodule_name(layer, part) for part in parts]  # of the submodules
         self.whole = "" in parts
@@ -254,10 +252,8 @@ def logit_grams(
     width = max(1, LOGITS // decoder.model.config.get_text_config().vocab_size)
     for row, states in streams.final():
         for part in zip(*(states[stream].split(width) for stream in range(len(states))), strict=True):
-            base, *others = (
-                logits(decoder, hidden[None].to(decoder.device), edge)
-                for hidden, edge in zip(part, edges(), strict=True)
-            )
+            pairs = zip(part, edges(), strict=True)
+            base, *others = (logits(decoder, hidden[None].to(decoder.device), edge) for hidden, edge in pairs)
             grams[row] += sample_grams([other.sub_(base) for other in others], [base.shape[1]])[0]
     return grams
 

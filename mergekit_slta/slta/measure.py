@@ -93,13 +93,11 @@ def statistics_of(
         return statistics
     require_calibration(recipe)
     data, names = experiment.load_data(recipe.tasks), published_names(recipe)
-    own = file is not None and partial is None
-    if file is not None and partial is None:
+    if own := file is not None and partial is None:
         partial = Partial(file.with_name(f"{file.name}.partial"))
     with partial.held(ranks) if own and partial else contextlib.nullcontext():
         if partial is not None:
-            identity = experiment.identity(data, levels=levels)
-            partial.begin(identity, ranks, replace=not own, quiet=experiment.quiet)
+            partial.begin(experiment.identity(data, levels=levels), ranks, replace=not own, quiet=experiment.quiet)
         statistics = _measured(experiment, names, data, levels, partial)
         if file is not None and ranks.first:
             statistics.save(file)
@@ -130,6 +128,7 @@ def _measured(
         for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
     base, *experts = (model.fingerprint for model in experiment.checkpoints)
+    content = BaseContent(tensors=base, config=hashed_computation(config))
     coarser = tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level))
     for fallback in coarser:
         LOG.warning("%s", fallback)
@@ -148,9 +147,7 @@ def _measured(
         num_layers=len(experiment.decoder),
         dtype=experiment.base.dtype,
         versions=files.versions(),
-        fingerprint=Fingerprint(
-            base=BaseContent(tensors=base, config=hashed_computation(config)), experts=tuple(experts)
-        ),
+        fingerprint=Fingerprint(base=content, experts=tuple(experts)),
         fallbacks=coarser,
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]

@@ -144,9 +144,7 @@ def weight_settings(planned: Sequence[PlannedTensor]) -> list[Any]:
         for expert, setting in enumerate(settings):
             numbers = [_rounded(by_layer.get(layer, missing)[expert]) for layer in range(depth)]
             setting.append({"filter": name, "value": numbers if len(set(numbers)) > 1 else numbers[0]})
-    for weight, setting in zip(outside, settings, strict=True):
-        setting.append({"value": _rounded(weight)})
-    return settings
+    return [[*setting, {"value": _rounded(weight)}] for weight, setting in zip(outside, settings, strict=True)]
 
 
 def _filters(planned: Sequence[PlannedTensor], outside: TensorAlpha) -> dict[str, dict[int | None, TensorAlpha]]:

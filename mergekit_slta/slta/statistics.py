@@ -344,15 +344,13 @@ class Solution(Paragraphs):
         for kind, layers in kinds_of(self.alpha).items():
             # [members, layers, experts]; a layer may have fewer members of a kind than another one
             grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
-            columns = list(map(str, layers))
+            title, columns = kind_name(kind), list(map(str, layers))
             if len(grid) == 1:
-                matrices.append(Matrix(kind_name(kind), grid[0].T.tolist(), experts, columns))
+                matrices.append(Matrix(title, grid[0].T.tolist(), experts, columns))
             else:
                 members = list(map(str, range(len(grid))))
-                matrices += [
-                    Matrix(f"{kind_name(kind)}, {name}", weights.tolist(), members, columns)
-                    for name, weights in zip(experts, grid.unbind(2), strict=True)
-                ]
+                by_expert = zip(experts, grid.unbind(2), strict=True)
+                matrices += [Matrix(f"{title}, {name}", of.tolist(), members, columns) for name, of in by_expert]
         return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α")
 
     def to_json(self) -> str:

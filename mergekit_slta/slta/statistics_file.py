@@ -86,11 +86,8 @@ def write_statistics(path: Path, measured: Measured) -> None:
     grams, task, tokens, info = measured
     tensors = {_GRAM + name: gram.contiguous() for name, gram in grams.items()} | {"task": task, "tokens": tokens}
     content = info.model_dump(mode="json", exclude_defaults=True)
-    hashes = [task.sha256 for task in info.tasks]
-    content["fingerprint"] |= {
-        "tokens": files.digest(hashes),
-        "settings": files.digest([info.inputs, info.samples, info.max_tokens, info.seed]),
-    }
+    hashes, settings = [task.sha256 for task in info.tasks], [info.inputs, info.samples, info.max_tokens, info.seed]
+    content["fingerprint"] |= {"tokens": files.digest(hashes), "settings": files.digest(settings)}
     files.write(path, serialize(tensors, metadata={METADATA_KEY: json.dumps(content, sort_keys=True)}))
 
 
@@ -126,21 +123,15 @@ def _problem(measured: Measured) -> str | None:
     """Why the content of a file cannot be a measurement, as a clause."""
     grams, task, tokens, info = measured
     experts, tasks = len(info.models), len(info.models) + (info.keep is not None)
-    if (
-        not (len(info.calibration) == len(info.fingerprint.experts) == experts >= 1)
-        or not info.levels
-        or not all(fallback.layers for fallback in info.fallbacks)
-    ):
+    described = len(info.calibration) == len(info.fingerprint.experts) == experts >= 1
+    if not (described and info.levels and all(fallback.layers for fallback in info.fallbacks)):
         return "it does not describe all of its models and levels"
     if len({info.base_model, *info.models}) <= experts:
         return "it has one name for two models"
     if task.dtype != torch.int64 or task.ndim != 1 or task.unique_consecutive().tolist() != list(range(tasks)):
         return "'task' does not name every task in order"
-    if (
-        tokens.dtype != torch.int64
-        or tokens.shape != task.shape
-        or not 1 <= int(tokens.min()) <= int(tokens.max()) <= info.max_tokens
-    ):
+    fits = tokens.dtype == torch.int64 and tokens.shape == task.shape
+    if not (fits and 1 <= int(tokens.min()) <= int(tokens.max()) <= info.max_tokens):
         return "'tokens' does not fit"
     for name, gram in grams.items():
         fits = gram.dtype == torch.float64 and gram.shape == (len(task), experts, experts)

@@ -73,10 +73,7 @@ class TensorWeights:
     def __init__(
         self, decoder: Decoder, level: str, solutions: Mapping[str, SubmoduleSolution], layout: Layout
     ) -> None:
-        self.decoder = decoder
-        self.layout = layout
-        self.level = level
-        self.solutions = solutions
+        self.decoder, self.level, self.solutions, self.layout = decoder, level, solutions, layout
         self._none = torch.zeros_like(next(iter(solutions.values())).alpha)  # of tensors that stay the base model's
         self._maps = [linear_maps(layer) for layer in decoder.layers]
         self._places: dict[str, list[str]] = defaultdict(list)  # of a tensor, by its first name
@@ -176,9 +173,7 @@ class TensorWeights:
         if not maps:
             return mean
         solutions = [self.solutions[submodule_name(layer, linear_map.name)] for linear_map in maps]
-        alpha = torch.stack(
-            [torch.where(solved.measured, solved.alpha, mean) for solved in solutions]
-        )  # [1 or mixture, T]
+        alpha = torch.stack([torch.where(one.measured, one.alpha, mean) for one in solutions])  # [1 or mixture, T]
         if maps[0].mixture_expert is None:
             return alpha[0]
         stack = self.decoder.layers[layer].state_dict()[key]
