@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 IN_MEMORY = Path("/dev/shm")
 # A user's and a cluster's settings, which are for other commands; the stand-in for the Hub is on this machine.
-OTHERS = ("http_proxy", "https_proxy", "all_proxy", "world_size", "rank", "mergekit_slta_disable")
+OTHERS = ("http_proxy", "https_proxy", "all_proxy", "world_size", "rank", "local_rank", "mergekit_slta_disable")
+ROOT = Path(__file__).resolve().parents[1]
 ROOM = 4 * 2**30  # bytes; the suite takes a tenth of it
 
 MakeFamily = Callable[..., "Family"]
@@ -40,7 +41,7 @@ WriteRecipe = Callable[..., Path]
 def pytest_configure() -> None:
     """Put the tests' folders into memory where that has room: they write many small models, each file synced."""
     package = importlib.util.find_spec("mergekit_slta")
-    if package is None or package.origin is None or Path(package.origin).parents[1] != Path(__file__).parents[1]:
+    if package is None or package.origin is None or Path(package.origin).resolve().parents[1] != ROOT:
         pytest.exit("The installed mergekit_slta is not this checkout's: pip install -e . here.", 1)
     for variable in (*OTHERS, *map(str.upper, OTHERS)):
         os.environ.pop(variable, None)

@@ -217,7 +217,7 @@ def _data(experiment: Experiment, unwritten: Collection[str], downloading: bool)
     if isinstance(settings, SltaSettings) and not measured:
         checks.append(partial(published_names, recipe))
     all_of(checks)
-    experiment.load_data([task for task in tasks if (task, task.samples) in experiment.drawn])  # a dataset may not be
+    experiment.load_data([task for task in tasks if _is_seen(experiment, task)])
 
 
 def _require_samples(experiment: Experiment, task: Task, downloading: bool) -> None:
@@ -237,6 +237,11 @@ def _on_hub(source: str) -> bool:
         raise SltaError(f"Calibration source {source!r} cannot be used: on the Hub, {reason(error)}.") from error
     except HUB_ERRORS:
         return False
+
+
+def _is_seen(experiment: Experiment, task: Task) -> bool:
+    """Whether a task's prompts were drawn; a dataset's are only if it need not be downloaded."""
+    return (task, task.samples) in experiment.drawn
 
 
 # Notes
@@ -260,7 +265,7 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
             "(with one expert, every weight of slta is 1 / (1 + κ)): give the base model prompts of its own."
         )
     for task in recipe.tasks if settings.runs_models else ():
-        if is_dataset(task.calibration) and (task, task.samples) not in experiment.drawn:
+        if is_dataset(task.calibration) and not _is_seen(experiment, task):
             yield f"The prompts of {task.calibration} are read when the merge begins: this check has not seen them."
     if isinstance(settings, FeatcalSettings):
         maps = of_each_layer(experiment.decoder, find_groups)
@@ -303,7 +308,7 @@ def none_to_evaluate(experiment: Experiment, task: Task) -> Iterator[str]:
     No merge needs these, so they are no problem. Datasets are not downloaded.
     """
     source = task.evaluation or task.calibration
-    if (task, task.samples) not in experiment.drawn or is_dataset(task.evaluation):
+    if not _is_seen(experiment, task) or is_dataset(task.evaluation):
         return
     try:
         left = experiment.held_out(task, 1).records

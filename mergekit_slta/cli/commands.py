@@ -492,7 +492,7 @@ def _of_merge(stats: str, measured: Any) -> tuple[Any, dict[str, Any]]:
 
     recipe = Recipe.load(file)
     _, *names = recipe.names.values()
-    merged = measured.select(*names) if len(names) < len(measured.info.models) else measured
+    merged = measured.select(*names) if {*names} < {*measured.info.models} else measured
     return merged, solve_arguments(recipe)
 
 

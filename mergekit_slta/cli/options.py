@@ -148,7 +148,9 @@ output_folder = click.option(
     "-o", "--output", "folder", required=True, metavar="DIR", type=FOLDER, help="The folder to write."
 )
 trusted_code = click.option(
-    "--trust-remote-code/--no-trust-remote-code", help="Run the Python code that comes with the model (dangerous)."
+    "--trust-remote-code/--no-trust-remote-code",
+    default=False,
+    help="Run the Python code that comes with the model (dangerous).",
 )
 download_folder = click.option("--transformers-cache", help="The folder for downloaded files.")
 quiet = click.option("--quiet/--no-quiet", default=False, help="Print no progress bars.")

@@ -165,8 +165,12 @@ class CalibrationSource:
             yield f"{who} leaves out {part} of {count} of {len(drawn)} prompts: {fix}."
         yield from self.control_tokens([sample.text.conversation for sample in drawn])
         texts = [sample.text for sample in drawn]
-        known = ((text.text, self._template_markers if text.is_chat else MARKER.findall(text.text)) for text in texts)
-        markers = {marker for words, marked in known for marker in marked if marker in words}
+        markers = {
+            marker
+            for text in texts
+            for marker in (self._template_markers if text.is_chat else MARKER.findall(text.text))
+            if marker in text.text
+        }
         if split := markers - self.tokenizer.get_vocab().keys():
             yield (
                 f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} into pieces: add "
@@ -185,6 +189,9 @@ class CalibrationSource:
         if thoughts := sum(bool(THOUGHTLESS.search(text) and not THOUGHTLESS.search(chat)) for text, chat in chats):
             fix = "for a merge that thinks, take answers with their reasoning, such as those of `ask`"
             yield f"the chat template writes an empty thought before {thoughts} of {len(texts)} answers: {fix}."
+        if not self.tokenizer.is_fast and any(text.answer for text in texts):
+            name = self.tokenizer.name_or_path
+            yield f"the tokenizer of {name} does not tell where answers begin: `featcal` counts all tokens alike."
         answers = [sample.answer for sample in drawn if sample.answer]
         if beyond := [answer for answer in answers if answer[1] > self.max_tokens]:
             cut = sum(begin < self.max_tokens for begin, _ in beyond)
@@ -200,10 +207,14 @@ class CalibrationSource:
         # A book would take minutes to tokenize; what is before an answer is counted.
         prefix = text.text[: max(CHARACTERS_PER_TOKEN * self.max_tokens, last if self.tokenizer.is_fast else 0)]
         with reading(f"The tokenizer of {self.tokenizer.name_or_path}", f"fails at calibration source {self.source!r}"):
-            # A chat template writes special tokens itself; truncation may cut at the beginning.
-            how: dict[str, Any] = {"add_special_tokens": not text.is_chat, "truncation": False, "padding": False}
-            how |= {"return_offsets_mapping": self.tokenizer.is_fast, "verbose": False}
-            encoding = self.tokenizer(prefix, **how)
+            encoding = self.tokenizer(
+                prefix,
+                add_special_tokens=not text.is_chat,  # a chat template writes them itself
+                padding=False,
+                truncation=False,  # which may cut at the beginning
+                return_offsets_mapping=self.tokenizer.is_fast,
+                verbose=False,
+            )
         ids: list[int] = encoding["input_ids"]
         places: list[Span] = encoding.get("offset_mapping", [])  # a slow tokenizer does not tell each token's place
         special = 0 if text.is_chat else self.tokenizer.num_special_tokens_to_add()
@@ -370,7 +381,7 @@ def _read_parquet(path: str) -> list[Record]:
 
     # Streaming leaves no copy of the file in the user's cache.
     stream = partial(datasets.load_dataset, "parquet", data_files=glob.escape(path), split="train", streaming=True)
-    return list(stream(columns=_text_columns(stream().features)))
+    return list(stream(columns=_text_columns(path, stream().features)))
 
 
 READERS = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet, ".txt": _read_text}
@@ -384,9 +395,13 @@ def _saved_files(folder: Path) -> dict[str, str]:
     return {split: f"{glob.escape(str(part))}/*.arrow" for split, part in splits.items()}
 
 
-def _text_columns(features: Mapping[str, Any]) -> list[str]:
+def _text_columns(source: str, features: Mapping[str, Any]) -> list[str]:
     """The columns without pictures, sound and the like, which take further libraries and memory to decode."""
-    return [name for name, kind in features.items() if "decode=True" not in repr(kind).replace("Json(decode=True)", "")]
+    kinds = {name: repr(kind).replace("Json(decode=True)", "") for name, kind in features.items()}
+    names = [name for name, kind in kinds.items() if "decode=True" not in kind]
+    if left := [name for name in features if name not in names]:
+        LOG.warning("Calibration source %r: pictures and sound are left out, the fields %s.", source, listed(left))
+    return names
 
 
 def _read_dataset(source: str) -> Sequence[Record]:
@@ -418,7 +433,7 @@ def _read_dataset(source: str) -> Sequence[Record]:
         if split != "train":
             LOG.warning("Calibration source %r has only the split %s, which is read.", source, split)
         loaded = loaded[split]
-    return loaded.select_columns(_text_columns(loaded.features))
+    return loaded.select_columns(_text_columns(source, loaded.features))
 
 
 def _revision(records: Sequence[Record]) -> str:

@@ -17,8 +17,9 @@ from mergekit_slta.layers.maps import linear_maps, routed_tensors
 from mergekit_slta.models.headers import config_entry
 
 NUMBER = torch.float32.itemsize
-# Python and its libraries, once they have merged a tiny model, and the buffers of products of large matrices (80 MB).
-LIBRARIES = 450_000_000
+# Python and its libraries, once they have merged a tiny model (torch's build for CUDA takes 70 MB more than that for
+# CPUs, also without a GPU), and the buffers of products of large matrices (80 MB).
+LIBRARIES = 530_000_000
 TOKEN = 200  # bytes of its text and of its number, in all forms that a run has of them
 MASK = 5  # bytes for each pair of tokens, where torch's attention is given a mask: a boolean, and a number
 

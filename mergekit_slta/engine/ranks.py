@@ -86,7 +86,8 @@ def joined(device: str | torch.device) -> Iterator[Ranks]:
 
     They speak through nccl if each computes on a GPU of its own, else gloo; all but the first are silent.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1  # scripts of clusters set the first
+    started = "RANK" in os.environ or (dist.is_available() and dist.is_initialized())
+    count = int(os.environ.get("WORLD_SIZE", "1")) if started else 1  # scripts of clusters set it for other commands
     if joins := count > 1 and not dist.is_initialized():  # only then: some builds of torch do not have it
         enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", count))
         own_gpus = str(device).startswith("cuda") and enough

@@ -25,7 +25,7 @@ CPU_BATCH_ELEMENTS = 2**22
 LEAST_CPU_BATCH_TOKENS = 256
 GPU_BATCH_TOKENS = 16384
 
-OUTPUT_BYTES = 2**31  # the most that waiting outputs of a layer's modules take on a CPU; an eighth of a GPU's
+OUTPUT_BYTES = 2**31  # the most that waiting outputs of a layer's modules take, on a CPU; an eighth of a GPU's memory
 PREFIX_TOLERANCE = 1e-5  # how much rounding may change a rotary frequency
 
 Tasks = Sequence[Sequence[Sequence[int]]]  # the token ids of each task's samples
@@ -171,7 +171,8 @@ class Streams:
                 for number, batch in enumerate(self.batches):
                     if models[batch.task] is model:
                         hidden, calls = embed(decoder, batch.token_ids, edges)
-                        self._waiting[stream, number] = _Waiting(hidden.to(self.place), with_shared_masks(calls, masks))
+                        calls = with_shared_masks(calls, masks)
+                        self._waiting[stream, number] = _Waiting(hidden.to(self.place), calls)
 
     def batches_of(self, task: int) -> Iterator[tuple[int, Batch]]:
         """This process's batches of one task, with their numbers."""

@@ -20,7 +20,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData, end_of_turn, is_dataset, source_key, source_name
 from mergekit_slta.engine.partial import require_finished
-from mergekit_slta.errors import SltaError, refuse, whole_number
+from mergekit_slta.errors import SltaError, one_line, refuse, whole_number
 from mergekit_slta.evaluation.scores import Group, Sample, Score, lacking, score_model, scoring_bytes
 from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.layers.trace import on_device
@@ -300,8 +300,12 @@ def _add_scores(folder: Path, name: str, comparison: Comparison) -> None:
     for of in comparison.tasks.values():
         scored = {key: getattr(of, key) for key in ("source", "sha256", "prompts", "short_answers")}
         scores[of.model] = scored | asdict(of.scores[name])
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    try:
         files.write(file, as_json(json.loads(file.read_bytes()) | {"scores": scores}).encode())
+    except FileNotFoundError:  # of a merge by one of mergekit's own methods
+        return
+    except (OSError, ValueError, TypeError) as error:
+        LOG.warning("The scores could not be added to %s (%s).", file, one_line(error))
 
 
 def _calibrated(experiment: Experiment, given: Recipe, folders: Sequence[Path]) -> list[Recipe]:
@@ -342,22 +346,24 @@ def _changed_sources(
 ) -> Iterator[str]:
     """Sources of held-out prompts from which a merge's recipe draws others now, by the manifest in its folder."""
     of_merge = Experiment(recipe, **experiment.options.model_dump())
-    known = {data.sha256 for data in experiment.drawn.values()}
+    known, unread = {data.sha256 for data in experiment.drawn.values()}, dict[str, None]()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         tasks = json.loads((folder / MANIFEST_OF_MERGE).read_bytes())["tasks"]
         drawn = {task["model"]: task["sha256"] for task in tasks if task["sha256"] not in known}
         for task in recipe.tasks:
             shared = source_key(task.calibration) in held_out
-            if not task.calibration or (is_dataset(task.calibration) and not shared):  # somebody else's may be large
+            if is_dataset(task.calibration) and not shared:  # somebody else's may be large
                 continue
             if (before := drawn.get(recipe.names[task.reference])) is not None:
                 try:
                     now = of_merge.source(task, task.calibration).draw(task.samples, quiet=True)
                 except SltaError:
-                    LOG.warning("%s cannot be read: held-out prompts may have calibrated %s.", task.calibration, folder)
+                    unread[task.calibration or "A source of prompts that its recipe does not name"] = None
                     continue
                 if shared and now.sha256 != before:
                     yield task.calibration
+    for source in unread:
+        LOG.warning("%s cannot be read: held-out prompts may have calibrated %s.", source, folder)
 
 
 def _end_tokens(experiment: Experiment) -> set[int]:

@@ -39,7 +39,7 @@ class ActmatAnchor(Blend):
         self._layout = models[0].model.layout(decoder.model)
         roles = tensor_roles(decoder.model)
         names = [name for layer in range(len(decoder)) for name in decoder.layer_tensors[layer].values()]
-        self._maps = {name: roles[name] for name in names if roles[name] in MAPS}
+        self._maps = {name: roles[name] for name in names if roles.get(name) in MAPS}
 
     def of(self, names: Mapping[str, str], tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
         """The anchor's tensors of a layer, from those of the base model, then of the experts."""

@@ -47,7 +47,7 @@ class LayerMaps:
 
     groups: tuple[MapGroup, ...]  # the maps to solve, in the order in which they feed each other
     unsolved: Mapping[str, str]  # why maps, and tensors that hold several in an unknown way, stay the anchor's; by name
-    writers: Mapping[str, Writer]  # the layer's that are solved when all that the stream is the sum of before is known
+    writers: Mapping[str, Writer]  # of the layer, solved when all that the stream is the sum of before them is known
 
 
 def find_groups(decoder: Decoder, layer: int) -> LayerMaps:

@@ -360,8 +360,10 @@ class _Layer:
         routed = []  # by batch: the merged model's inputs, and the task's own model's in their places
         for number, batch in enumerate(self.streams.batches):
             positions = batch.unpadded(torch.arange(batch.token_ids.numel())[:, None]).flatten()
-            runs = (self._run(stream, number, group.module) for stream in (MERGED, OWNER))
-            merged, of_owner = (routed_inputs(run.inputs[group.module], len(numbers), positions) for run in runs)
+            merged, of_owner = (
+                routed_inputs(run.inputs[group.module], len(numbers), positions)
+                for run in [self._run(stream, number, group.module) for stream in (MERGED, OWNER)]
+            )
             both = merged, _at_places_of(merged, of_owner)
             routed.append(tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.streams.place), both))
             report(len(batch.rows))

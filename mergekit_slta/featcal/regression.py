@@ -116,12 +116,20 @@ class RidgeRegression:
         draw = torch.Generator().manual_seed(0)  # the same at every call
         combinations = torch.randn(outputs, combined, generator=draw, dtype=torch.float64)
         self._combinations = combinations.to(PRECISION).to(device)
-        shapes: dict[str, tuple[int, ...]] = {"inputs": (inputs,), "residuals": (outputs,), "mass": ()}
-        shapes |= {"tokens": (halves,), "cross": (outputs, size), "moments": (halves, size, size)}
-        shapes["predicted"] = (halves, combined, size)
+        shapes: dict[str, tuple[int, ...]] = {
+            "inputs": (inputs,),
+            "residuals": (outputs,),
+            "mass": (),
+            "tokens": (halves,),
+            "cross": (outputs, size),
+            "moments": (halves, size, size),
+            "predicted": (halves, combined, size),
+        }
         # Of all tasks with their weights, and of the current one before it has a weight.
-        zeros = [{name: self._near.new_zeros(shape) for name, shape in shapes.items()} for _ in range(2)]
-        self._all, self._task = (Sums(**each) for each in zeros)
+        self._all, self._task = (
+            Sums(**{name: torch.zeros(shape, dtype=PRECISION, device=device) for name, shape in shapes.items()})
+            for _ in range(2)
+        )
         # The inputs and residuals of tokens, each times the root of its weight, and the half of its sample.
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._earlier = 0  # how many of these are of the tasks before the current one
@@ -193,9 +201,9 @@ class RidgeRegression:
         total, masses, ridge = self._all, torch.stack(self._masses), self._ridge
         equations: _TokenEquations | _SumEquations
         if self._few:
-            tokens = [*map(torch.cat, zip(*self._rows, strict=True))]
+            inputs, residuals, halves = map(torch.cat, zip(*self._rows, strict=True))
             self._rows = []  # their memory is needed
-            equations = _TokenEquations(tokens, self._combinations, self._prior)
+            equations = _TokenEquations(inputs, residuals, halves, self._combinations, self._prior)
         else:
             equations = _SumEquations(total, self._prior)
         if ridge is None:
@@ -248,8 +256,14 @@ class _SumEquations:
 class _TokenEquations:
     """The equations from the tokens themselves, each in one of two halves."""
 
-    def __init__(self, tokens: Sequence[torch.Tensor], combinations: torch.Tensor, prior: torch.Tensor | None) -> None:
-        inputs, residuals, halves = tokens
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        residuals: torch.Tensor,
+        halves: torch.Tensor,
+        combinations: torch.Tensor,
+        prior: torch.Tensor | None,
+    ) -> None:
         self._residuals, self._combined = residuals, residuals @ combinations
         self._halves = [(halves == half).nonzero()[:, 0] for half in (0, 1)]
         energies = torch.stack([inputs[half].square().sum(0) for half in self._halves])

@@ -26,7 +26,7 @@ from typing import Any
 import click
 import yaml
 from mergekit import card, merge
-from mergekit.architecture import ModelArchitecture
+from mergekit.architecture import ModelArchitecture, auto
 from mergekit.common import ModelPath, ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions, PrettyPrintHelp
@@ -105,6 +105,8 @@ def local_path(
 
     mergekit downloads all .safetensors files, also those of checkpoints, and the weights once more in another format.
     """
+    if self.lora and not ignore_lora:
+        return stock(self, cache_dir, ignore_lora)  # which refuses what it has not merged
     patterns = "*.json", "tokenizer.model", "model*.safetensors", CODE
     try:
         with suppress(SltaError):  # it has other weights
@@ -125,13 +127,19 @@ def get_architecture_info(
     """Merge all tensors of the base model's checkpoint.
 
     mergekit's definitions, and the names that it takes from transformers, leave out heads for multi-token prediction
-    and a mixture's experts in some layers. It takes no names where a model is an adapter.
+    and a mixture's experts in some layers.
     """
     method = METHODS.get(config.merge_method)
     if method is None or method.experiment is None:
         return stock(config, options)
     base, layout = method.experiment.base, method.experiment.layout
     return architecture_of(layout, base.model.tensors, base.config)
+
+
+@replaces(auto, "get_model_tensor_names", "model", "options")
+def get_model_tensor_names(stock: Callable[..., list[str]], model: ModelReference, options: MergeOptions) -> list[str]:
+    """Take the names of an adapter's model; mergekit refuses adapters for architectures that it does not know."""
+    return stock(ModelReference(model=model.model), options)
 
 
 @replaces(build, "get_vocab_size", "model_path", "trust_remote_code")

@@ -299,7 +299,10 @@ class _Trial:
         return self._decoder.run(self._layer, tensors, hidden, self._call, replay=values, **settings)
 
     def reads(self) -> dict[str, Nodes]:
-        """By child in the order of the calls, last by ``OUTPUT``: the children, and ``INPUT``, that it is made from."""
+        """By child, in the order of the calls, what its arguments are made from; last, what ``OUTPUT`` is made from.
+
+        These are the outputs of other children, and ``INPUT``.
+        """
         reads = {}
         for node in (*self.outputs, OUTPUT):
             made = {}

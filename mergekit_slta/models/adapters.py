@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -29,6 +30,8 @@ from mergekit_slta.models.fingerprint import fingerprint_of, source_files, stamp
 from mergekit_slta.models.headers import ADAPTER_CONFIG, CHAT_TEMPLATES, CODE, TOKENIZER_FILES
 from mergekit_slta.models.layout import model_tensor_name
 from mergekit_slta.words import listed
+
+LOG = logging.getLogger(__name__)
 
 NO_FOLDER = "{model} is a LoRA adapter: name a folder for the merged model with --lora-merge-cache FOLDER."
 
@@ -124,7 +127,11 @@ def with_adapter(
         cure = "its vocabulary has another size, so merge it by peft (merge_and_unload), and name the saved model"
     sentence = reading(f"The adapter {reference.lora}", f"does not fit {reference.model}", cure)
     with sentence, warnings.catch_warnings(action="ignore"):  # of what is refused below
-        config = peft.PeftConfig.from_pretrained(str(folder))
+        with warnings.catch_warnings(record=True, action="always") as said:
+            config = peft.PeftConfig.from_pretrained(str(folder))
+        for warning in said:
+            if "Unexpected keyword" in str(warning.message):  # which only a newer peft knows
+                LOG.warning("The adapter %s: %s", reference.lora, warning.message)
         config.inference_mode = True
         if reason := _unmerged(config, max(size for tensor in tensors.values() for size in tensor.shape)):
             raise SltaError(f"The adapter {reference.lora} {reason}.")

@@ -26,7 +26,7 @@ from mergekit.io.tasks import LoaderCache
 
 from mergekit_slta.errors import SltaError
 from mergekit_slta.models.headers import Headers, Model, exempt_types
-from mergekit_slta.models.layout import Layout, silenced
+from mergekit_slta.models.layout import Layout
 from mergekit_slta.words import listed
 
 ONE_AT_A_TIME = threading.RLock()  # a merge holds it: mergekit keeps one loader of each model for the whole process
@@ -86,8 +86,12 @@ def architecture_of(base: Layout, headers: Headers, config: transformers.Pretrai
 
 def known_architecture(config: transformers.PretrainedConfig) -> ModelArchitecture | None:
     """mergekit's definition of a model's architecture; None if it has none, about which it logs a message."""
-    with silenced(logging.WARNING):
+    log = logging.getLogger("mergekit.architecture")
+    log.disabled = True
+    try:
         return arch_info_for_config(config)
+    finally:
+        log.disabled = False
 
 
 def vocabulary_axes(base: Layout, headers: Headers, config: transformers.PretrainedConfig) -> Mapping[str, int]:

@@ -53,7 +53,9 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> str:
         """The checkpoint's dtype, from its configuration or else from its first tensor."""
-        dtype = getattr(self.config, "dtype", None) or self._loader.get_tensor(next(iter(self.model.tensors))).dtype
+        configs = self.config, self.config.get_text_config()
+        declared = next(filter(None, (getattr(config, "dtype", None) for config in configs)), None)
+        dtype = declared or self._loader.get_tensor(next(iter(self.model.tensors))).dtype
         return str(dtype).removeprefix("torch.")
 
     def read(

@@ -245,8 +245,10 @@ def folder_headers(folder: Path) -> Headers:
     tensors: dict[str, TensorHeader] = {}
     for file, names in weight_map(folder).items():
         headers = file_headers(folder / file)
-        if lost := listed(name for name in names if name not in headers):
-            raise SltaError(f"{folder / file} lacks {lost}, which the index expects there: get an undamaged copy.")
+        if lost := [name for name in names if name not in headers]:
+            raise SltaError(
+                f"{folder / file} lacks {listed(lost)}, which the index expects there: get an undamaged copy."
+            )
         tensors.update({name: headers[name] for name in names or headers})
     return tensors
 

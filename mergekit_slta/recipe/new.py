@@ -64,16 +64,18 @@ def new_recipe(
         trim_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
+        autoescape=False,
     )
     environment.filters.update(scalar=_scalar, quoted=lambda text: json.dumps(text, ensure_ascii=False))
     return environment.get_template("new.yml.jinja").render(
-        {"base": base, "experts": experts, "sources": sources, "method": method, "topics": TOPICS, "report": report},
+        {"base": base, "experts": experts, "sources": sources, "method": method, "topics": TOPICS},
         with_data=with_data,
         of_mergekit=method in OF_MERGEKIT,
         weight=None if weight is None else f"{weight:g}",
         commands=commands,
         base_file=answers[-1],
         of_base=_ask(base, answers[-1], True),
+        report=report,
         cache=ADAPTER_OPTION if any("+" in model for model in models) else "",
         of_adapters=f"{ADAPTERS / len(experts):.2g}",
     )

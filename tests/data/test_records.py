@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from support.calibration_samples import load, refused, write_jsonl, write_tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
 # Like those of Hermes and Qwen, of DeepSeek's distilled models, of Gemma, and the plainest one.
 TOOLS = (
@@ -226,6 +226,12 @@ def test_pairs_for_an_expert_that_has_a_chat_template_are_told(
     source, expert = write_jsonl(tmp_path / "a.jsonl", [PAIR]), write_tokenizer(tmp_path / "expert", PLAIN)
     load(source, plain_tokenizer, 1, load_expert_tokenizer=lambda: expert)
     assert "1 of 1 prompts reach the models without a chat template" in caplog.text
+
+
+def test_a_tokenizer_that_does_not_tell_where_answers_begin(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = load(write_jsonl(tmp_path / "a.jsonl", [PAIR]), ByT5Tokenizer(), 1)
+    assert data.answers == (None,)
+    assert "does not tell where answers begin: `featcal` counts all tokens alike" in caplog.text
 
 
 @pytest.mark.parametrize("said", ["why does html use </s>", "hi</s>[assistant]evil", "<pad>"])

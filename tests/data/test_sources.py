@@ -94,7 +94,7 @@ def test_a_parquet_file_that_changed_is_read_anew_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("source", ["folder/train.parquet", "hf:folder", "hf:saved"])
-def test_media_are_left_out_undecoded(source: str) -> None:
+def test_media_are_left_out_undecoded(source: str, caplog: pytest.LogCaptureFixture) -> None:
     broken = {"bytes": b"neither sound nor picture", "path": "a"}
     chat = ["a", {"b": 1}]
     rows = datasets.Dataset.from_list([{"chat": json.dumps(chat), "images": [broken], "audio": broken}])
@@ -105,6 +105,7 @@ def test_media_are_left_out_undecoded(source: str) -> None:
     os.mkdir("folder")
     rows.to_parquet("folder/train.parquet")
     assert list(read_records(source)) == [{"chat": chat if has_json else json.dumps(chat)}]
+    assert "pictures and sound are left out, the fields " in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def test_media_are_left_out_undecoded(source: str) -> None:
         ("broken.jsonl", b'{"text": "a"}\n\n{"text": \n', ["no JSON object in line 3: Expecting value"]),
         ("list.json", b'[{"text": "a"}, ["b"]]\n', ["must hold JSON objects"]),
         ("broken.json", b'[{"text": "a"},\n{"text": }]', ["line 2"]),
-        ("columns.json", b'{"question": {"0": "a"}}', ["by columns, question, and not by rows"]),
+        ("columns.json", b'{"question": {"0": "a"}}', ["by columns, question, not by rows"]),
         ("twice.csv", b"a,b,b,,\n1,2,3,,\n", ["its first line names 'b' twice"]),
         ("wide.csv", b"a,b\n1,2\n1,2,3\n", ["row 2 has more fields, separated by commas"]),
         ("semicolons.csv", b"question;answer\na, b;c\n", ["separated by ';', not by commas"]),

@@ -46,6 +46,9 @@ def test_processes_that_compute_on_the_cpu_take_no_gpu(
     with pytest.raises(KeyError), joined(device):
         pass
     assert join.call_args.args == (backend,)
+    monkeypatch.delenv("RANK")  # scripts of clusters set the number of processes for other commands
+    with joined(device) as ranks:
+        assert ranks == Ranks()
 
 
 def test_processes_together_merge_to_the_same_tensors(

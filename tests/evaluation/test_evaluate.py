@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import MakeFamily
 from evaluation.test_scores import reference
 from support import families
@@ -25,7 +26,7 @@ from mergekit_slta.errors import SltaError
 from mergekit_slta.evaluation import evaluate as module
 from mergekit_slta.evaluation.evaluate import Comparison, TaskComparison, TaskScore, evaluate
 from mergekit_slta.evaluation.scores import Sample
-from mergekit_slta.files import RECIPE_OF_MERGE
+from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.recipe.recipe import Recipe, data_of
 from mergekit_slta.slta.measure import measure
 
@@ -405,6 +406,16 @@ def test_prompts_that_have_changed_since_a_merge_are_not_held_out(
     evaluate(Recipe(content), out, quiet=True)
     assert f"{data} cannot be read: held-out prompts may have calibrated {out}." in caplog.messages
     assert f"{out} {other}" in caplog.messages
+    recipe = yaml.safe_load((out / RECIPE_OF_MERGE).read_text())
+    for entry in recipe["models"]:
+        del entry["parameters"]["calibration"]
+    families.write_recipe(out / RECIPE_OF_MERGE, recipe)
+    evaluate(Recipe(content), out, quiet=True)
+    assert "A source of prompts that its recipe does not name cannot be read: held-out prompts may" in caplog.text
+    (out / MANIFEST_OF_MERGE).unlink()
+    (out / MANIFEST_OF_MERGE).mkdir()
+    evaluate(Recipe(content), out, quiet=True)
+    assert f"The scores could not be added to {out / MANIFEST_OF_MERGE} (IsADirectoryError" in caplog.text
 
 
 def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(paired: Family) -> None:

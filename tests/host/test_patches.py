@@ -11,6 +11,8 @@ from unittest import mock
 import mergekit.card
 import mergekit.merge
 import pytest
+from mergekit.architecture import auto
+from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from mergekit.scripts import run_yaml
@@ -53,6 +55,23 @@ def test_a_recipe_may_come_from_a_pipe_and_the_folder_as_a_path(llama: Family, t
     out: Any = tmp_path / "other"
     mergekit.merge.run_merge(MergeConfiguration.model_validate(content), out, MergeOptions())
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+def test_a_configuration_is_merged_by_one_method_after_another(llama: Family, tmp_path: Path) -> None:
+    content = families.recipe(llama, "actmat", calibration=False, per_expert={"weight": 0.5})
+    config = MergeConfiguration.model_validate(content)
+    for method in ("task_arithmetic", "actmat"):
+        config.merge_method = method
+        mergekit.merge.run_merge(config, str(tmp_path / method), MergeOptions())
+        assert (tmp_path / method / "model.safetensors").exists()
+
+
+def test_an_adapter_that_is_not_merged_is_no_model(llama: Family, tmp_path: Path) -> None:
+    """As mergekit-moe reads it; only the names of a model's tensors do not depend on its adapter."""
+    adapted = ModelReference.parse(f"{llama.base}+{tmp_path}")
+    with pytest.raises(AssertionError, match="LoRA not merged"):
+        adapted.lazy_loader()
+    assert len(auto.get_model_tensor_names(adapted, MergeOptions())) == 30
 
 
 def test_models_are_listed_in_the_recipes_order() -> None:

@@ -163,6 +163,7 @@ def test_a_merge_by_another_method_joins_no_processes(
 ) -> None:
     """A training script may have set these variables, and joined its processes itself."""
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     content = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
     assert (families.merge(content, tmp_path / "out") / "model.safetensors").is_file()
 
@@ -222,6 +223,7 @@ def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monke
 
 def test_a_process_that_was_silent_in_a_merge_is_not_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     log = logging.getLogger("a trainer's")

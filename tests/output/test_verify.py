@@ -85,6 +85,20 @@ def test_a_vocabulary_that_mergekit_aligned_may_have_other_rows(llama: Family, t
     (problem,) = check(content, out).problems
     had = "which had tokenizer_source base instead of None: is this the recipe of this folder?"
     assert problem == f"{out} holds another merge, {had}"
+    for file in out.glob("tokenizer*"):
+        file.unlink()
+    content["tokenizer_source"] = "base"
+    assert (
+        f"{out} has no tokenizer, which the recipe's 'tokenizer' asks for: merge again." in check(content, out).problems
+    )
+
+
+def test_a_model_that_transformers_cannot_build_is_not_called_sound(family: Family, tmp_path: Path) -> None:
+    for folder in family.folders:
+        edit_config(folder, hidden_act="nosuch")
+    content = families.recipe(family, "actmat", calibration=False)
+    (problem,) = check(content, families.merge(content, tmp_path / "out")).problems
+    assert problem.startswith("transformers cannot load the folder (")
 
 
 def of_mergekits_own_method(family: Family) -> dict[str, Any]:
