@@ -204,7 +204,7 @@ def other_base(base: Model, model: Model, cache_dir: str | None) -> Iterator[str
     if names[0] not in (names[1:] or names):
         yield (
             f"{adapter or model} was trained on {listed(trained_on)}, not on {base.reference.model}: a merge makes "
-            "sense only if one is a copy of the other, such as a quantized one."
+            "sense only if one is a copy of the other, such as a quantized one, or a fine-tune of it."
         )
 
 
@@ -246,7 +246,9 @@ def other_computation(
 
 def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
     """An expert whose configuration makes it compute something else from the same weights."""
-    names = other_computation(base.config, expert.config)
+    names, rope = other_computation(base.config, expert.config), getattr(base.text_config, "rope_parameters", None)
+    if rope and rope.get("rope_type") == "default":  # rotations that have no longest position
+        names = [name for name in names if name != "max_position_embeddings"]
     names += ["id2label"] * ("Classification" in base.architecture and base.config.id2label != expert.config.id2label)
     if names:
         measured = ", and the expert is measured with it too" if runs_models else ""

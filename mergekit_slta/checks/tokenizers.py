@@ -21,10 +21,9 @@ from mergekit_slta.models.headers import folder_with
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.recipe import Task
 from mergekit_slta.recipe.settings import FeatcalSettings, SltaSettings, are_adapters
-from mergekit_slta.words import listed
+from mergekit_slta.words import enumerated, listed
 
 GENERATION = "generation_config.json"
-SAVED = "merge the adapter {} by peft, save it with its tokenizer, and name that model"
 
 
 def same_vocabulary(experiment: Experiment, expert: ModelReference) -> None:
@@ -85,9 +84,24 @@ def aligned_rows(experiment: Experiment) -> None:
         )
 
 
+def _cure(experiment: Experiment, model: ModelReference, chats: bool) -> str:
+    """What gives the merge a model's tokens or, if it lacks only the end of its ``chats``, this end."""
+    recipe, owner, own = experiment.recipe, model.lora or model.model, experiment.tokenizer(model)
+    known, entry = experiment.tokenizer(recipe.tokenizer_owner).get_vocab(), f"tokenizer: {{source: {owner}}}"
+    if model.lora and not own.get_vocab().keys() <= known.keys():
+        return f"merge the adapter {owner} by peft, save it with its tokenizer, and name that model"
+    if chats and not model.lora and (end := end_of_turn(own)) in known:
+        entry = "chat_template: auto"  # which changes no tensor
+        if isinstance(recipe.settings, SltaSettings) and recipe.settings.level != "model":
+            # The method takes the base model's rows, which it may never have trained.
+            entry = f'tokenizer: {{source: {owner}, tokens: {{"{end}": {{source: {owner}, force: true}}}}}}'
+    return f"add '{entry}' to the recipe"
+
+
 def endless(experiment: Experiment) -> Iterator[str]:
     """Experts with tokens of their own, above all to end their turns, that a merge with another model's ids lacks."""
     recipe, base, keeper = experiment.recipe, experiment.recipe.base, experiment.recipe.tokenizer_owner
+    alike = dict[tuple[str | None, str], list[Task]]()  # experts by their end, and where the merge stops
 
     @cache
     def ending(reference: ModelReference) -> tuple[str | None, list[int]]:
@@ -98,31 +112,31 @@ def endless(experiment: Experiment) -> Iterator[str]:
     for expert in recipe.experts:
         try:
             ours, theirs, tokenizer = ending(keeper), ending(expert.reference), experiment.tokenizer(keeper)
-            owner = expert.reference.lora or expert.reference.model
         except (*hub.HUB_ERRORS, SltaError):  # a model without text has no tokenizer
             continue
         end, known, own = theirs[0], tokenizer.get_vocab(), experiment.tokenizer(expert.reference)
         stops = [*tokenizer.convert_ids_to_tokens(ours[1] or ending(base)[1]), *[ours[0]] * (keeper != base)]
-        fix = f"add 'tokenizer: {{source: {owner}}}' to the recipe"
-        if keeper != base:
-            fix = "no tokenizer serves both: merge experts that end their turns alike"
-        elif expert.reference.lora and not own.get_vocab().keys() <= known.keys():
-            fix = SAVED.format(owner)
         brought = known if recipe.config.chat_template else ()
         if stops and ours != theirs and end not in [*stops, *brought, None]:
-            yield (
-                f"The expert {expert} ends its turns with {end}, but the merged model stops at "
-                f"{' and '.join(map(str, stops))}, like {keeper}: {fix}."
-            )
+            alike.setdefault((end, " and ".join(map(str, stops))), []).append(expert)
             continue
         added, rows = own.get_added_vocab(), experiment.model(expert.reference).vocabulary or 0
         # No answer needs the padding's token, nor one without a row.
         lost = sorted(token for token in added if token not in known and added[token] < rows and token != own.pad_token)
         if lost and recipe.tokenizer_source is None:
+            fix = _cure(experiment, expert.reference, chats=False)
             yield (
                 f"The merge has the tokenizer of {base}, which lacks {listed(lost)} of {expert}: if the merge needs "
                 f"them, {fix}."
             )
+    for (end, stops_at), experts in alike.items():
+        fix = "no tokenizer serves both: merge experts that end their turns alike"
+        if keeper == base:
+            fix = _cure(experiment, experts[0].reference, chats=True)
+        who = f"The expert {experts[0]} ends its turns"
+        if len(experts) > 1:
+            who = f"The experts {enumerated([*map(str, experts)])} end their turns"
+        yield f"{who} with {end}, but the merged model stops at {stops_at}, like {keeper}: {fix}."
 
 
 def other_templates(experiment: Experiment) -> Iterator[str]:
@@ -140,20 +154,8 @@ def other_templates(experiment: Experiment) -> Iterator[str]:
                 others.append(str(task))
     auto = recipe.config.chat_template == "auto"  # mergekit asks the models, not their adapters
     if alone and ((auto and are_adapters(*recipe.references)) or not recipe.config.chat_template):
-        first, rows = alone[0].reference, ""
-        end = end_of_turn(experiment.tokenizer(first))
-        # The method takes the base model's rows, which it may never have trained.
-        known = experiment.tokenizer(keeper).get_vocab()
-        takes_base = isinstance(recipe.settings, SltaSettings) and recipe.settings.level != "model"
-        if takes_base and end in known and not first.lora:
-            rows = f', tokens: {{"{end}": {{source: {first.model}, force: true}}}}'
-        fix = f"add to the recipe 'tokenizer: {{source: {first.lora or first.model}{rows}}}'"
-        if first.lora and not experiment.tokenizer(first).get_vocab().keys() <= known.keys():
-            fix = SAVED.format(first.lora)
-        yield (
-            f"The merge has no chat template, because {keeper} has none: {fix}, or add a 'chat_template' whose control "
-            "tokens the base model's has."
-        )
+        fix = _cure(experiment, alone[0].reference, chats=True)
+        yield f"The merge has no chat template, because {keeper} has none: {fix}."
     if others:
         yield (
             f"The chat template of {keeper} writes the chats of {listed(others)}, not their own, which "

@@ -235,6 +235,7 @@ class Run:
                 if name == MERGE:
                     raise
                 self._marks.pop(str(step.output), None)
+                shutil.rmtree(step.output, ignore_errors=True)  # where the disk was full, it leaves no room
                 self.say(
                     f"{name} failed and is left out ({one_line(error)}). To try again, delete {plan.scores.output}."
                 )

@@ -150,7 +150,7 @@ def test_an_expert_whose_chats_another_template_writes_is_named(family: Family) 
     assert note.startswith(f"The chat template of {family.base} writes the chats of {family.experts[0]}, not their own")
     (family.base / "chat_template.jinja").unlink()
     (note,) = [note for note in look(recipe).notes if "has no chat template" in note]
-    assert f"{family.base} has none: add to the recipe 'tokenizer: {{source: {family.experts[0]}, tokens: " in note
+    assert f"{family.base} has none: add 'tokenizer: {{source: {family.experts[0]}, tokens: " in note
     assert "because" in str(look(families.recipe(family, "actmat", calibration=False)).notes)
     recipe["tokenizer"] = {"source": str(family.experts[0])}
     (note,) = [note for note in look(recipe).notes if "chat template" in note]
