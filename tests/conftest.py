@@ -98,12 +98,8 @@ def family(llama: Family, tmp_path: Path) -> Family:
     from support.families import Family
 
     root = Path(shutil.copytree(llama.base.parent, tmp_path / "models"))
-    return Family(
-        root / "base",
-        tuple(root / folder.name for folder in llama.experts),
-        tuple(root / file.name for file in llama.data),
-        llama.config,
-    )
+    experts, data = (tuple(root / path.name for path in paths) for paths in (llama.experts, llama.data))
+    return Family(root / "base", experts, data, llama.config)
 
 
 @pytest.fixture(scope="session")
@@ -146,3 +142,8 @@ def dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     import datasets  # slow to import
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # relative paths start there

@@ -45,7 +45,6 @@ class Case:
 
     @functools.cache  # noqa: B019, because a test has one case
     def deltas(self, level: str) -> dict[str, reference.Deltas]:
-        """The reference's feature deltas of a level."""
         return reference.deltas(self.models, self.tasks, level, self.split)
 
     def alpha(self, level: str) -> State:

@@ -272,11 +272,8 @@ def test_a_prediction_head_that_an_expert_lacks_is_the_base_models(
     family_of: Callable[[str], Family], tmp_path: Path
 ) -> None:
     family = family_of("qwen3_5")
-    without = edited(
-        family.experts[1],
-        tmp_path / "without",
-        lambda own: [own.pop(key) for key in list(own) if key.startswith("mtp.")],
-    )
+    head = prediction_head(family.config)
+    without = edited(family.experts[1], tmp_path / "without", lambda own: [own.pop(key) for key in head])
     trained = replace(family, experts=(family.experts[0], without))
     recipe = families.recipe(trained, "actmat", calibration=False)
     (note,) = look(recipe).notes

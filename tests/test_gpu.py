@@ -79,8 +79,7 @@ def test_a_merge_by_the_command_is_the_cpus(
     recipe = write_recipe(llama, method, calibration=method in ("slta", "featcal"))
     merged = {}
     for place, options in {"host": ["--device", "cpu"], "device": ["--cuda"]}.items():
-        done = run_python("-m", "mergekit.scripts.run_yaml", recipe, tmp_path / place, "--no-copy-tokenizer", *options)
-        assert done.returncode == 0, done.stderr
+        run_python("-m", "mergekit.scripts.run_yaml", recipe, tmp_path / place, "--no-copy-tokenizer", *options)
         merged[place] = load_file(tmp_path / place / "model.safetensors")
     assert worst_error(merged["device"], merged["host"]) < TENSORS
 
@@ -114,8 +113,7 @@ def test_processes_that_share_a_gpu_write_the_same_file(
     files = []
     for count in (1, 2):
         files.append(tmp_path / f"{count}.safetensors")
-        done = torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", files[-1], "--cuda")
-        assert done.returncode == 0, done.stderr
+        torchrun(count, "-m", "mergekit_slta", "calibrate", recipe, "-o", files[-1], "--cuda")
     one, two = map(Statistics.load, files)
     assert two.info == one.info
     assert all(gram_difference(two.grams[name], gram) < GRAMS for name, gram in one.grams.items())
@@ -129,7 +127,6 @@ def test_processes_with_a_gpu_each_solve_what_one_alone_solves(
     recipe = write_recipe(llama, "featcal", samples=6)
     merged = []
     for count in (1, 2):
-        done = torchrun(count, "-m", "mergekit_slta", "merge", recipe, tmp_path / f"{count}", "--cuda")
-        assert done.returncode == 0, done.stderr
+        torchrun(count, "-m", "mergekit_slta", "merge", recipe, tmp_path / f"{count}", "--cuda")
         merged.append(load_file(tmp_path / f"{count}" / "model.safetensors"))
     assert worst_error(merged[1], merged[0]) < TENSORS

@@ -85,16 +85,7 @@ class Environment:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run this environment's Python away from the checkout; bytecode is written as usual."""
         variables = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        result = subprocess.run(
-            [self.python, *arguments],
-            cwd=self.root.parent,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
-        return result
+        return call(self.python, *arguments, cwd=self.root.parent, env=variables)
 
     def pip(self, *arguments: str) -> None:
         call(sys.executable, "-m", "pip", "--python", self.python, *arguments)
@@ -107,14 +98,14 @@ class Environment:
         return {*self.site_packages.rglob("*"), *(self.root / "bin").iterdir()}
 
 
-def call(*command: str, cwd: Path | None = None) -> None:
-    done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def call(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of links to the running environment's packages, this one left out."""
     return linked_packages(tmp_path_factory.mktemp("dependencies"))
 
 

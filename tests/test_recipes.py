@@ -65,12 +65,9 @@ def test_a_recipe_is_sound(path: Path) -> None:
 
 
 @each_recipe
-def test_the_commands_of_a_recipe_are_known_and_write_the_files_that_it_names(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(path, tmp_path)
-    (tmp_path / "merged").mkdir()
+def test_the_commands_of_a_recipe_are_known_and_write_the_files_that_it_names(path: Path, here: None) -> None:
+    shutil.copy(path, ".")
+    Path("merged").mkdir()
     written: dict[str, str] = {}
     for program, name, *words in commands(path):
         if program == "mergekit-yaml":
@@ -85,9 +82,8 @@ def test_the_commands_of_a_recipe_are_known_and_write_the_files_that_it_names(
 
 
 @each_recipe
-def test_tiny_models_merge_by_a_recipe(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiny_models_merge_by_a_recipe(path: Path, here: None, tmp_path: Path) -> None:
     """The recipe as it is, but for the names of models, fewer tokens, and data that are local and have a ``text``."""
-    monkeypatch.chdir(tmp_path)
     content = yaml.safe_load(path.read_text())
     architecture = next(known for name, known in ARCHITECTURES.items() if path.name.startswith(name))
     family = families.make_family(tmp_path, architecture, experts=len(content["models"]))

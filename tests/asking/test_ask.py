@@ -239,9 +239,8 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(
     assert not out.exists()
     beside = tmp_path / "out.jsonl.partial"
     beside.write_bytes(beside.read_bytes()[:-9])  # while it wrote the last answer of the second batch
-    with pytest.raises(
-        slta.SltaError, match=r"out.jsonl.partial holds answers of another model, to other prompts or of another length"
-    ):
+    said = "out.jsonl.partial holds answers of another model, to other prompts or of another length"
+    with pytest.raises(slta.SltaError, match=said):
         slta.ask(folder, out, prompts, max_new_tokens=9, quiet=True)
     batches, most = [], 4
     slta.ask(folder, out, prompts, max_new_tokens=8, quiet=True)
@@ -354,9 +353,8 @@ def test_an_answer_that_repeats_one_phrase_to_the_limit_is_left_out(
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "hi"}, {"prompt": "hi" + "i" * len(said)}])
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=len(said), quiet=True)
     assert any(said.startswith(record["completion"]) for record in records_of(out)) == is_kept
-    loops = (
-        f"{out}: 1 of 2 answers repeat one phrase until they are cut off after {len(said)} tokens, and are left out."
-    )
+    ends = f"until they are cut off after {len(said)} tokens, and are left out."
+    loops = f"{out}: 1 of 2 answers repeat one phrase {ends}"
     assert (loops in caplog.messages) == (not is_kept)
     assert any("are cut off" in message and message != loops for message in caplog.messages) == is_kept
 
@@ -435,10 +433,7 @@ def test_the_command_asks_the_packages_prompts_by_topic(tmp_path: Path) -> None:
         (["m", "-o", "a.jsonl", "--topic", "cooking"], "'cooking' is not one of 'instructions', 'chat'"),
     ],
 )
-def test_what_cannot_be_asked_is_refused(
-    arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_asked_is_refused(arguments: list[str], sentence: str, here: None, tmp_path: Path) -> None:
     write_model(tmp_path).rename("m")
     Path("there.jsonl").write_text('{"prompt": "hi"}\n')
     done = CliRunner().invoke(main, ["ask", *arguments])

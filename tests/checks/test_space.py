@@ -57,9 +57,8 @@ def test_adapters_take_a_whole_model_each_in_the_folder_that_the_next_command_na
     assert wide is not None and wide.memory == LIBRARIES + 8 * WHOLE  # more than the merge takes
     assert f"to merge an adapter, which no GPU does; then {as_size(wide.of_run)}" in str(wide)
     assert str(findings).count(f"--lora-merge-cache {shlex.quote(cache)}") == 1
-    assert "merge(recipe, './merged-actmat') with the same options" in str(
-        check(Recipe(content), lora_merge_cache=cache)
-    )
+    in_python = str(check(Recipe(content), lora_merge_cache=cache))
+    assert "merge(recipe, './merged-actmat') with the same options" in in_python
 
 
 def test_a_recipe_of_models_on_the_hub_is_checked_without_their_weights(llama: Family, tmp_path: Path) -> None:

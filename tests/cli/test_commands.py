@@ -1,11 +1,8 @@
 """The command line, through click's runner, and through real processes where that matters."""
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,7 @@ from support.command import run
 from support.families import Family
 from support.hub import serve
 from support.merging import same_tensors, worst_error
-from support.processes import ROOT
+from support.processes import run_python
 from support.rounding import SOLVED_IN_FLOAT64, rounding
 
 from mergekit_slta.cli.commands import main
@@ -64,7 +61,7 @@ def run(*arguments, code=0):
 
 run("--help")
 run("new", "org/base", "org/math", "--calibration", "math.jsonl")
-run("ask", "--prompts-only", "-o", "prompts.txt")
+run("ask", "--prompts-only", "-o", sys.argv[2])
 for command in ("check", "evaluate", "ask", "linearity"):
     run(command, "--help")
 run("check", "missing.yml", code=1)
@@ -74,11 +71,7 @@ assert not {"torch", "transformers", "mergekit"} & set(sys.modules)
 run("solve", sys.argv[1], "--quiet")  # nobody else has imported huggingface_hub's modules yet
 assert not {"transformers", "mergekit"} & set(sys.modules)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-S", "-c", code, str(stats)]
-    environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(path for path in sys.path if path.endswith("packages"))
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python("-S", "-c", code, stats, tmp_path / "prompts.txt")
 
 
 def test_the_options_for_models_are_mergekits() -> None:
@@ -116,7 +109,6 @@ REPEATED = "repeated (write it once: only the last would count), in line"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [", "is not valid YAML"),
         ("a: 1\n---\na: 2", "holds several recipes, divided by '---': run mergekit-multi on it, or give each a file"),
         ("a: [1\nb: 2", "expected ',' or ']', but got ':', in line 2:\n  b: 2\n   ^\n"),
         ("a:\n\tb: 2", "is not valid YAML: found character '\\t' that cannot start any token, in line 2:"),
@@ -131,7 +123,6 @@ REPEATED = "repeated (write it once: only the last would count), in line"
         (b"\xff\xfe", "is not UTF-8 text"),
         (f"{BEGIN}- model: b\nmodels: []", f"YAML: the key 'models' of line 3 is {REPEATED} 5:"),
         ("a: {'level': 1, level: 2}", f"the key 'level' of line 1 is {REPEATED} 1:"),
-        (f"{BEGIN}- model: b\n  model: c", f"the key 'model' of line 4 is {REPEATED} 5:"),
     ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str | bytes, said: str) -> None:
@@ -237,10 +228,7 @@ def test_the_recipe_is_that_of_the_solution(stats: Path, llama: Family, tmp_path
         (["--recipe", "x.yml", "--model", "base=/nowhere"], "--model base=PATH"),
     ],
 )
-def test_solve_refuses_in_words(
-    stats: Path, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_solve_refuses_in_words(stats: Path, options: list[str], said: str, here: None, tmp_path: Path) -> None:
     assert said in run("solve", stats, *options, code=1).output
     assert not list(tmp_path.iterdir())
 

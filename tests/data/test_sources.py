@@ -22,11 +22,6 @@ RECORDS = [{"question": f"what is {n}?", "answer": f"it is {n}, \nno doubt"} for
 ROWS = [{"question": "question", "answer": "answer"}, *RECORDS]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # relative paths start there
-
-
 def write_folder(path: Path) -> None:
     path.mkdir()
     write_jsonl(path / "train.jsonl", RECORDS)

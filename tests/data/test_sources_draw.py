@@ -179,7 +179,6 @@ TAILED = {"question": "ab", "answer": "d"}
         (TAILED, "Q {question} A {answer}. Turn 2 ended.", "Q ab A <d>. Turn 2 ended."),
         (TAILED | {"text": "Q ab A d<|im_end|>"}, "", "Q ab A <d><|im_end|>"),
         (TAILED | {"text": "Q ab A d</d>"}, "", "Q ab A d</d>"),  # which of the two?
-        ({"text": "Q ab A 2. Turn 2", "question": "ab", "answer": "2"}, "", "Q ab A 2. Turn 2"),  # which of the two?
         ({"text": "Q ab A <d>c", "question": "ab", "answer": "<d>"}, "", "Q ab A <<d>>c"),
         ({"question": "ab", "answer": "d"}, "d{answer} Q {question} end", "dd Q ab end"),  # before the question
         ({"instruction": "ab", "input": None, "output": "d"}, "{instruction}{input} {output} end", "ab <d> end"),

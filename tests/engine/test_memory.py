@@ -25,8 +25,6 @@ from mergekit_slta.recipe.recipe import Recipe
 
 
 class Case(NamedTuple):
-    """A family and its prompts."""
-
     architecture: str = "llama"
     sizes: Mapping[str, Any] = MappingProxyType({})
     prompts: int = 2  # of each task
@@ -88,13 +86,8 @@ def work(method: str, case: Case, family: Family, folder: Path) -> int:
     """Merge, ask or evaluate; returns what is said that it takes."""
     said: list[int] = []
     settings: dict[str, Any] = {"samples": case.prompts, "max_tokens": case.tokens} if method != "actmat" else {}
-    recipe = families.recipe(
-        family,
-        "slta" if method in ("ask", "evaluate") else method,
-        calibration=method != "actmat",
-        out_dtype="bfloat16",
-        **settings,
-    )
+    name = "slta" if method in ("ask", "evaluate") else method
+    recipe = families.recipe(family, name, calibration=method != "actmat", out_dtype="bfloat16", **settings)
     if method == "ask":
         with said_by(asking, "answer_bytes", said):
             asking.ask(family.base, folder / "answers.jsonl", family.data[0], samples=case.prompts, max_new_tokens=8)

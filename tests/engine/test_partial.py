@@ -28,7 +28,6 @@ def partial_of(path: Path) -> Path:
 
 
 def begun(folder: Path, run: str = "") -> Partial:
-    """A folder in which a run has begun."""
     partial = Partial(folder)
     with partial.held(Ranks()):
         partial.begin({"base": run}, Ranks())

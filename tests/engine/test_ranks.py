@@ -65,9 +65,8 @@ def test_processes_together_merge_to_the_same_tensors(
     partial = tmp_path / "together" / PARTIAL_OF_MERGE
     assert len(list(partial.glob("layer-*"))) == 2
     recipe = write_recipe(family, "featcal", **settings)
-    done = command_together(forks, 3, "merge", recipe, tmp_path / "together", "--no-write-model-card")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("have the same prompts, on which the merge cannot keep") == 1
+    notes = command_together(forks, 3, "merge", recipe, tmp_path / "together", "--no-write-model-card")
+    assert notes.count("have the same prompts, on which the merge cannot keep") == 1
     together = load_file(tmp_path / "together" / "model.safetensors")
     assert worst_error(together, alone) < regression_rounding(RIDGES[0])  # sums over tokens in another order
     assert Elements(page.read_text()).text == said
@@ -81,8 +80,7 @@ def test_processes_together_merge_adapters_once(
     family = Family(llama.base, tuple(Path(f"{llama.base}+{folder}") for folder in adapters), llama.data, llama.config)
     recipe = write_recipe(family, samples=6)
     cache: list[str | Path] = ["--lora-merge-cache", tmp_path / "cache"]
-    done = command_together(forks, 2, "merge", recipe, tmp_path / "out", "--no-write-model-card", *cache)
-    assert done.returncode == 0, done.stderr
+    command_together(forks, 2, "merge", recipe, tmp_path / "out", "--no-write-model-card", *cache)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 2
 
@@ -103,8 +101,7 @@ def test_every_process_ends_up_with_the_linearity_that_one_alone_measures(
     recipe = write_recipe(llama, experts=(0, 2))
     options = ["--level", "model", "--level", "layer", "--level", "linear", "--samples", "2", "--quiet"]
     run("linearity", recipe, "-o", alone, *options)
-    done = command_together(forks, 2, "linearity", recipe, "-o", together, *options)
-    assert done.returncode == 0, done.stderr
+    command_together(forks, 2, "linearity", recipe, "-o", together, *options)
     expected, found = ((folder / "linearity.json").read_text() for folder in (alone, together))
     nearly = json.loads(expected, parse_float=lambda n: pytest.approx(float(n), abs=distance_rounding(1 / STEPS)))
     assert json.loads(found) == nearly
@@ -118,7 +115,6 @@ def test_torchrun_calibrate_writes_the_same_file(llama: Family, tmp_path: Path) 
     statistics_of(families.experiment(content), levels, alone)
     asked = [word for level in levels for word in ("--level", level)]
     done = torchrun(2, "-m", "mergekit_slta", "calibrate", recipe, "-o", together, *asked)
-    assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(together)) == 1
     one, other = Statistics.load(alone), Statistics.load(together)
     assert largest_difference(other.grams, one.grams) < gram_rounding()
@@ -145,9 +141,8 @@ def test_an_error_on_one_rank_ends_all_of_them(
 ) -> None:
     stats = tmp_path / "stats.safetensors"
     recipe = write_recipe(llama, samples=6)
-    done = command_together(forks, 2, "calibrate", recipe, "-o", stats, patch=fail_on_the_second)
-    assert done.returncode != 0
-    assert "Error: the disk of rank 1 is gone" in done.stderr
+    said = command_together(forks, 2, "calibrate", recipe, "-o", stats, patch=fail_on_the_second)
+    assert "Error: the disk of rank 1 is gone" in said
     assert not stats.exists()
     went_on = statistics_of(families.experiment(families.recipe(llama, samples=6)), ["attn_mlp"], stats)
     assert largest_difference(went_on.grams, families.measure(llama, "attn_mlp")) < gram_rounding()
@@ -168,7 +163,6 @@ def test_what_one_process_finds_wrong_ends_all_before_anything_is_written(
     llama: Family, forks: ForkServerContext, write_recipe: WriteRecipe, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    done = command_together(forks, 2, "merge", write_recipe(llama, samples=4), out, patch=refuse_on_the_second)
-    assert done.returncode != 0
-    assert done.stderr.count("Error: the disk of rank 1 is full") == 1
+    said = command_together(forks, 2, "merge", write_recipe(llama, samples=4), out, patch=refuse_on_the_second)
+    assert said.count("Error: the disk of rank 1 is full") == 1
     assert not out.exists()

@@ -24,9 +24,8 @@ LENGTHS = (19, 23, 23, 11)
 
 def masks(calls: list[LayerCall]) -> list[torch.Tensor]:
     leaves = tree_leaves([(call.args, call.kwargs) for call in calls])
-    return [
-        leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim > 3 and len({*leaf.shape[-2:]}) == 1
-    ]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in tensors if tensor.ndim > 3 and len({*tensor.shape[-2:]}) == 1]
 
 
 @pytest.mark.parametrize(("architecture", "kinds"), [("llama", 0), ("mistral", 1), ("gemma2", 2), ("falcon_alibi", 1)])

@@ -93,8 +93,7 @@ def test_all_models_stand_side_by_side(paired: Family) -> None:
 
 
 def test_what_is_kept_of_the_base_model_is_measured_on_its_own_records(paired: Family) -> None:
-    experts = dict(zip(map(str, paired.experts[:1]), paired.data[:1], strict=True))
-    sources = {**experts, str(paired.base): paired.data[1]}
+    sources = {str(paired.experts[0]): paired.data[0], str(paired.base): paired.data[1]}
     content = families.recipe_of(paired.base, sources, samples=SAMPLES, max_tokens=24, level="layer")
     outs = [paired.experts[0], paired.base, paired.experts[1]]
     found = evaluate(content, outs, samples=4, quiet=True)
@@ -129,7 +128,6 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(
     )
     held_out = random.Random(0).sample(pairs, len(pairs))[1:]
     ones, twos = (sum(letter in answer for _, answer in held_out) for letter in "12")
-    assert ones > 1 and twos > 1
     others = sum(answer == OTHER for _, answer in random.Random(0).sample(of_base, len(of_base))[1:])
     base, expert = model("base", OTHER), model("expert", ANSWER)
     outs = [
@@ -157,9 +155,7 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(
     assert keep.points == {name: [keep.scores[name].accuracy] * others for name in keep.scores}
     # The last letter of the five others is wrong where the answer has the other number, and "a" is a letter of six.
     letters = {"expert expert": 6 * ones + 5 * twos, "other": 5 * ones + 6 * twos, "broken": 5 * ones + 4 * twos}
-    assert {name: task.scores[name].token_accuracy for name in letters} == {
-        name: count / 48 for name, count in letters.items()
-    }
+    assert all(task.scores[name].token_accuracy == count / 48 for name, count in letters.items())
 
 
 def test_a_model_ends_with_the_end_token_of_any_model(tmp_path: Path) -> None:
@@ -227,19 +223,11 @@ Row = tuple[str, float | None, float | None, float]
 def scores_of(
     *rows: Row, changes: tuple[int, int] = (0, 0), ended: float | None = None, width: float | None = None
 ) -> dict[str, TaskScore]:
-    return {
-        name: TaskScore(
-            accuracy,
-            None if width is None or accuracy is None else accuracy - width,
-            None if width is None or accuracy is None else accuracy + width,
-            *changes,
-            ended,
-            loss / 10,
-            gain_kept,
-            loss,
-        )
-        for name, accuracy, gain_kept, loss in rows
-    }
+    found = {}
+    for name, accuracy, gain_kept, loss in rows:
+        low, high = (None, None) if width is None or accuracy is None else (accuracy - width, accuracy + width)
+        found[name] = TaskScore(accuracy, low, high, *changes, ended, loss / 10, gain_kept, loss)
+    return found
 
 
 def compared(few: bool) -> Comparison:
@@ -284,15 +272,8 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     ):
         assert said in joined
     written = json.loads(json.dumps(found.content()))
-    of_a: dict[str, Any] = {
-        "accuracy": 0.75,
-        "accuracy_low": None,
-        "accuracy_high": None,
-        "lost": 12,
-        "gained": 1,
-        "ended": 0.5,
-    }
-    of_a |= {"token_accuracy": (0.3 + 0.1) / 2, "gain_kept": 0.5, "loss": 2.0}
+    of_a: dict[str, Any] = {"accuracy": 0.75, "accuracy_low": None, "accuracy_high": None, "lost": 12, "gained": 1}
+    of_a |= {"ended": 0.5, "token_accuracy": (0.3 + 0.1) / 2, "gain_kept": 0.5, "loss": 2.0}
     assert written["ranking"][0] == {"model": "a"} | of_a
     assert written["tasks"]["code"]["scores"]["a"]["gain_kept"] is None
 
@@ -424,9 +405,8 @@ def test_tasks_without_a_record_to_hold_out_are_named_and_the_others_scored(pair
     found = evaluate(recipe_of(paired), paired.experts[0], quiet=True)
     assert list(found.tasks) == ["expert0"] and found.unscored == ("expert1",)
     assert "because all prompts calibrate: expert1." in " ".join(str(found).split())
-    with pytest.raises(
-        SltaError, match="There is no prompt to evaluate on.*`evaluation`.*60 or more: 30 calibrate.*merge again"
-    ):
+    said = "There is no prompt to evaluate on.*`evaluation`.*60 or more: 30 calibrate.*merge again"
+    with pytest.raises(SltaError, match=said):
         evaluate(recipe_of(paired, samples=RECORDS), paired.base, quiet=True)
 
 
@@ -436,11 +416,10 @@ def test_records_come_from_the_test_data_that_an_expert_names_without_those_that
     records = [json.loads(line) for line in paired.data[0].read_text().splitlines()]
     drawn = random.Random(0).sample(records, RECORDS)[:SAMPLES]
     others = [{"question": f"{number}", "answer": "ab"} for number in range(3)]
-    test_data = tmp_path / "test.jsonl"
-    test_data.write_text("\n".join(map(json.dumps, [*drawn, *others])))
+    test_data = write_jsonl(tmp_path / "test.jsonl", [*drawn, *others])
     plain = {str(expert): {"calibration": str(data)} for expert, data in zip(paired.experts, paired.data, strict=True)}
     first = str(paired.experts[0])
-    tested = {**plain, first: plain[first] | {"evaluation": str(test_data)}}
+    tested = {**plain, first: plain[first] | {"evaluation": test_data}}
     settings: dict[str, Any] = {"samples": SAMPLES, "max_tokens": 24}
     content, without = (families.recipe_of(paired.base, experts, **settings) for experts in (tested, plain))
     found = evaluate(content, paired.experts[1], quiet=True)

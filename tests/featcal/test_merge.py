@@ -1,7 +1,6 @@
 """The feature merge against explicit least squares on whole models, its limits, and what must not change it."""
 
 import itertools
-import json
 import logging
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from conftest import MakeFamily
 from support import families, featcal_reference
 from support.copies import edit_tensors
+from support.examining import edit_config
 from support.families import ARCHITECTURES, CURRENT, LAYERS, MULTIMODAL, UNSPLIT, Family
 from support.memory import peak_of
 from support.reference import forget, layer_outputs
@@ -44,7 +44,6 @@ def worst(found: State, expected: State) -> float:
 
 
 def solved_names(decoder: Decoder) -> set[str]:
-    """The tensors that are solved, by the model's names."""
     head = decoder.head
     return families.solved_in_layers(decoder) | ({name for name in (head.weight, head.bias) if name} if head else set())
 
@@ -260,8 +259,7 @@ def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(m
 def test_the_head_is_solved_whatever_token_pads(make_family: MakeFamily, tmp_path: Path) -> None:
     family, pad = make_family("llama"), -1
     for folder in family.folders:  # not before: some versions of transformers save no model with a token below 0
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+        edit_config(folder, pad_token_id=pad)
     family.config.pad_token_id = pad
     head = families.feature_merge(family, tmp_path).tensor("lm_head.weight")
     assert head is not None and head.isfinite().all()

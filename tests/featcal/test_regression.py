@@ -30,7 +30,6 @@ def in_float64(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def draws(seed: int = 0) -> Callable[..., torch.Tensor]:
-    """``torch.randn`` with a seed."""
     return functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
 
 

@@ -27,11 +27,10 @@ from mergekit_slta.recipe.recipe import Recipe
 
 @pytest.mark.parametrize("method", ["actmat", "task_arithmetic"])
 def test_a_folder_named_without_a_dot_is_a_folder(
-    method: str, llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, llama: Family, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a network, mergekit would fail when it writes the card, after the weights and before the tokenizer."""
     monkeypatch.setattr(mergekit.card.huggingface_hub, "repo_exists", mock.Mock(side_effect=OSError("no network")))
-    monkeypatch.chdir(tmp_path)
     names = ["base", "models/math", "code", "models/law"]
     for source, name in zip(llama.folders, names, strict=True):
         shutil.copytree(source, name)

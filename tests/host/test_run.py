@@ -213,8 +213,7 @@ def test_statistics_that_do_not_fit_leave_a_finished_output_finished(llama: Fami
 def test_a_merge_in_python_is_mergekits_own(llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     content = families.recipe(llama, samples=3, level="layer")
-    data = dict(zip(llama.experts, llama.data, strict=True))
-    recipe = families.recipe_of(llama.base, data, samples=3, level="layer")
+    recipe = Recipe(content)
     more: dict[str, Any] = {"write_threads": np.int64(1), "random_seed": torch.tensor(1), "write_model_card": False}
     assert merge(recipe, "~/ours", device=torch.device("cpu"), quiet=True, **more) == tmp_path / "ours"
     assert verify(recipe, tmp_path / "ours").problems == ()
@@ -233,10 +232,8 @@ def test_a_process_that_was_silent_in_a_merge_is_not_after_it(monkeypatch: pytes
 
 
 def test_its_options_are_mergekits() -> None:
-    assert set(get_type_hints(MergeOptions)) == set(mergekit_options.MergeOptions.model_fields) - {
-        "num_threads",
-        "verbosity",
-    }
+    theirs = set(mergekit_options.MergeOptions.model_fields) - {"num_threads", "verbosity"}
+    assert set(get_type_hints(MergeOptions)) == theirs
     with pytest.raises(TypeError, match="no option devise"):
         merge("recipe.yml", "out", devise="cuda")  # type: ignore[call-arg]
 

@@ -226,7 +226,7 @@ modeling_lfm2.causal_conv1d_fn(None)
 def test_kernels_that_need_a_gpu_are_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "causal_conv1d.py").write_text("def causal_conv1d_fn(*_, **__): raise SystemExit('a kernel')")
     monkeypatch.syspath_prepend(tmp_path)
-    done = run_python("-c", KERNELS)
+    done = run_python("-c", KERNELS, code=1)
     assert (done.stdout, done.stderr.splitlines()[-1]) == ("traced\n", "a kernel")
 
 
@@ -246,6 +246,4 @@ print(memory_of_this_process("VmHWM"))
 
 @pytest.mark.slow
 def test_the_full_deepseek_v3_is_traced_in_the_memory_of_a_few_matrices() -> None:
-    done = run_python("-c", DEEPSEEK)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) < 1.5 * 2**30
+    assert int(run_python("-c", DEEPSEEK).stdout.split()[-1]) < 1.5 * 2**30

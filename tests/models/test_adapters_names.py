@@ -22,7 +22,6 @@ Q_AND_DOWN = ("self_attn.q_proj", "mlp.down_proj")
 
 
 def tower_of(folder: Path) -> str:
-    """The path of a model's language tower."""
     model = families.open_model(folder)
     paths = [path for path, _ in model.named_modules()]
     is_text = model.config.get_text_config() is model.config
@@ -86,13 +85,9 @@ def test_an_adapter_is_applied_by_whichever_names_it_has(
     base, adapter = way(text_of(family.base, tmp_path), family.base, tmp_path / "adapter")
     expert = merge_adapter(ModelReference.parse(f"{base}+{adapter}"), str(tmp_path / "cache"), False, "float32")
     inner, tower = re.compile(r".*?(layers\.)"), tower_of(base)
-    wanted = merged_by_hand(
-        load(base)[0],
-        adapter,
-        lambda name: inner.sub(rf"{tower}.\1", name, count=1),
-        **{FULL: 9 if way is sized_apart else 4},
-    )
     found, before = load(Path(expert.model.path))[0], load(base)[0]
+    alphas = {FULL: 9 if way is sized_apart else 4}
+    wanted = merged_by_hand(before, adapter, lambda name: inner.sub(rf"{tower}.\1", name, count=1), **alphas)
     assert wrong_tensors(found, wanted.__getitem__, wanted) == []
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
     assert len(changed) == len(saved(adapter)) / 2

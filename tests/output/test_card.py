@@ -111,10 +111,8 @@ def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -
     assert [file.name for file in (out / "mergekit-slta").iterdir()] == ["merge.json"]
 
 
-def test_models_and_datasets_of_the_hub_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()
-    (tmp_path / "org" / "local").mkdir()
+def test_models_and_datasets_of_the_hub_are_linked(here: None, tmp_path: Path) -> None:
+    (tmp_path / "org" / "local").mkdir(parents=True)
     experts = {
         "org/math": {"calibration": "hf:openai/gsm8k?config=main"},
         "org/local": {"calibration": "/home/somebody/private data.jsonl"},

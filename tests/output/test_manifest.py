@@ -76,10 +76,6 @@ def test_the_prompts_that_a_statistics_file_stands_for_are_the_measured_ones(lla
     assert first.base_model.parameters == keep and first.settings["statistics"] == ""
 
 
-def other_prompts(content: dict[str, Any], family: Family) -> None:
-    families.write_records(family.data[1], task=4)
-
-
 def other_weights(content: dict[str, Any], family: Family) -> None:
     edit_tensors(family.experts[2], lambda tensors: [tensor.mul_(1.1) for tensor in tensors.values()])
 
@@ -95,7 +91,7 @@ def other_expert(content: dict[str, Any], family: Family) -> None:
 
 CHANGES: dict[str, tuple[Any, str]] = {
     "nothing": (lambda content, family: None, ""),
-    "prompts": (other_prompts, "other prompts of expert1"),
+    "prompts": (lambda content, family: families.write_records(family.data[1], task=4), "other prompts of expert1"),
     "a setting": (lambda content, family: content["parameters"].update(ridge=0.5), "ridge 0.0 instead of 0.5"),
     "an expert's parameter": (
         lambda content, family: content["models"][1]["parameters"].update(samples=3),

@@ -64,9 +64,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_the_model_is_uploaded_and_nothing_else(out: Path, llama: Family, hub: Hub, tmp_path: Path) -> None:
     said = run("publish", out, "org/model", "--private", "--quiet").stdout
     assert "Published as" in said and "org/model" in said
-    assert [(each["name"], each["organization"], each["visibility"]) for each in hub.created] == [
-        ("model", "org", "private")
-    ]
+    (made,) = hub.created
+    assert (made["name"], made["organization"], made["visibility"]) == ("model", "org", "private")
     assert set(hub.committed) == {
         *("README.md", "mergekit_config.yml", "config.json", "generation_config.json"),
         *(WEIGHTS, "tokenizer.json", "tokenizer_config.json"),

@@ -124,7 +124,6 @@ FAULTS = [
     (content(parametres={"level": "layer"}), "Unknown key 'parametres' in the recipe, did you mean 'parameters'?"),
     (content(tokenizer={"sources": "base"}), "Unknown key 'sources' in 'tokenizer', did you mean 'source'?"),
     (content(dtype="fp32"), "'dtype: fp32' is not a data type for a merge: write bfloat16,"),
-    (content(out_dtype="int8"), "'out_dtype: int8' is not a data type for a merge"),
     *(
         (
             content(**made),

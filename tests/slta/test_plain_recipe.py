@@ -21,7 +21,6 @@ from support.rounding import rounding
 from transformers import AutoModelForCausalLM
 
 from mergekit_slta.errors import SltaError
-from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.slta import plain_recipe
 from mergekit_slta.slta.measure import measure, statistics_of
 from mergekit_slta.slta.plain_recipe import DIGITS, PlannedTensor, planned_tensors, weight_settings
@@ -57,8 +56,7 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
         config = families.config_of(architecture, **changes)
         family = families.make_family(folder / architecture, config, experts=3, records=3)
         file = folder / architecture / "stats.safetensors"
-        recipe = families.recipe_of(family.base, dict(zip(family.experts, family.data, strict=True)), samples=2)
-        statistics = statistics_of(Experiment(recipe, quiet=True), levels, file)
+        statistics = statistics_of(families.experiment(families.recipe(family, samples=2)), levels, file)
         for level in levels:
             experts = (2, 0) if level == "layer" else (0, 1, 2)
             content = families.recipe(family, experts=experts, calibration=False, statistics=str(file), level=level)
@@ -68,14 +66,10 @@ def merged(folder: Path) -> dict[str, tuple[Path, Path]]:
             outputs[f"{architecture} {level}"] = (families.merge(content, ours), stock)
             arguments += [str(stock.with_suffix(".yml")), str(stock)]
     packages = linked_packages(folder / "packages")  # everything that is installed except this one
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", STOCK, *arguments],  # -S: no site-packages, and no start-up file
-        cwd=packages,
-        env={key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-        | {"PYTHONPATH": str(packages)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-S", "-c", STOCK, *arguments]  # -S: no site-packages, and no start-up file
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    environment["PYTHONPATH"] = str(packages)
+    result = subprocess.run(command, cwd=packages, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return outputs
 
@@ -210,9 +204,8 @@ def test_what_was_just_measured_is_written_with_the_paths_of_its_recipe(llama: F
         loaded.solve().save_recipe(tmp_path / "plain.yml")
 
 
-def test_a_folder_is_written_as_a_path_that_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_written_as_a_path_that_is_no_hub_id(here: None) -> None:
     """mergekit looks ``models/a`` up on the Hub when the weights are written."""
-    monkeypatch.chdir(tmp_path)
     Path("models/a").mkdir(parents=True)
     solution = synthetic.statistics(["models/a", "org/b"], ["model"]).solve("model")
     content = yaml.safe_load(solution.save_recipe("plain.yml", tokenizer_source="models/a").read_text())

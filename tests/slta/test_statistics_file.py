@@ -96,7 +96,6 @@ TAMPERED: dict[str, tuple[Edit, str]] = {
     "another version": (lambda tensors, info: info.update(format_version=1), "unusable metadata .format_version."),
     "a model less": (lambda tensors, info: info["models"].pop(), "does not describe all of its models and levels"),
     "a layer less": (lambda own, info: [own.pop(n) for n in [*own] if "layer.1" in n], "level 'layer' of 3 layers"),
-    "negative squares": (lambda tensors, info: tensors[GRAM].neg_(), "'layer.1.mlp' holds no Gram"),
     "more layers than memory holds": (lambda tensors, info: info.update(num_layers=10**10), "of 10000000000 layers"),
     "not semidefinite": (
         lambda tensors, info: tensors[GRAM][0].copy_(torch.tensor([[1.0, 3, 0], [3, 1, 0], [0, 0, 1]])),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import MakeFamily
-from safetensors.torch import load_file, save_file
 from support import families, reference
 from support.copies import edit_tensors
 from support.families import EVERY
+from support.merging import stored
 from support.rounding import IN_FLOAT64, weight_rounding
 from support.synthetic import random_alpha, solutions
 
@@ -42,13 +42,10 @@ def test_every_tensor_takes_the_weights_of_the_table(architecture: str, level: s
         found = weights[name]
         found = found.view(EXPERTS, *found.shape[1:], *[1] * (tensor.ndim + 1 - found.ndim))
         shared = places[id(tensor)] if ".layers." in name else [name]  # layers' tensors take the mean of all places
-        expected = torch.stack(
-            [reference.tensor_weights(place, tensor, model, alpha, level, split) for place in shared]
-        ).mean(0)
-        everywhere = torch.zeros(*tensor.shape, EXPERTS, dtype=torch.float64) + expected
-        assert torch.allclose(
-            found.movedim(0, -1).expand(*tensor.shape, EXPERTS), everywhere, rtol=0, atol=IN_FLOAT64
-        ), name
+        own = [reference.tensor_weights(place, tensor, model, alpha, level, split) for place in shared]
+        everywhere = torch.zeros(*tensor.shape, EXPERTS, dtype=torch.float64) + torch.stack(own).mean(0)
+        spread = found.movedim(0, -1).expand(*tensor.shape, EXPERTS)
+        assert torch.allclose(spread, everywhere, rtol=0, atol=IN_FLOAT64), name
 
 
 @torch.no_grad()
@@ -58,30 +55,26 @@ def test_an_expert_whose_change_no_input_excites_takes_its_branchs_weight(
     """The base model's norm lets nothing through in one dimension, and one expert changes a map in that one alone."""
     family = make_family("llama", records=3, longest=12)
     norm, key = (f"model.layers.1.{name}.weight" for name in ("post_attention_layernorm", "mlp.up_proj"))
-    base = load_file(family.base / "model.safetensors")
-    base[norm][5] = 0
-    save_file(base, family.base / "model.safetensors", {"format": "pt"})
-    expert = load_file(family.experts[0] / "model.safetensors")
-    expert[key] = base[key].clone()
-    expert[key][:, 5] += 1
-    save_file(expert, family.experts[0] / "model.safetensors", {"format": "pt"})
+    edit_tensors(family.base, lambda own: own[norm][5].zero_())
+    base = stored(family.base)
+    edit_tensors(family.experts[0], lambda own: own.update({key: base[key] + torch.eye(32)[5]}))
+    expert, other = map(stored, family.experts)
     deltas = reference.deltas(family.models(), family.token_ids(), "linear", reference.SPLITS["llama"])
     alpha = reference.solve(deltas)
     assert alpha["layer.1.mlp.up_proj"][0] == 0 != alpha["layer.1.mlp.up_proj"][1]
     branch = (alpha["layer.1.mlp.gate_proj"] + alpha["layer.1.mlp.down_proj"])[0] / 2
-    other = load_file(family.experts[1] / "model.safetensors")
     expected = base[key] + branch * (expert[key] - base[key])
     expected += alpha["layer.1.mlp.up_proj"][1] * (other[key] - base[key])
     merged = families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged")
     # The one expert changes a column by 1 and the weights are off by their rounding.
-    assert torch.allclose(load_file(merged / "model.safetensors")[key], expected, rtol=0, atol=weight_rounding())
+    assert torch.allclose(stored(merged)[key], expected, rtol=0, atol=weight_rounding())
 
 
 def test_a_norm_whose_expert_changes_no_map_of_the_branch_gets_the_layers_mean(
     make_family: MakeFamily, tmp_path: Path
 ) -> None:
     family, key = make_family("llama", experts=2, records=3), "model.layers.1.post_attention_layernorm.weight"
-    base, others = (load_file(folder / "model.safetensors") for folder in family.folders[:2])
+    base = stored(family.base)
     edit_tensors(family.experts[0], lambda own: own.update({name: base[name] for name in own if ".mlp." in name}))
     alpha = reference.solve(reference.deltas(family.models(), family.token_ids(), "linear", reference.SPLITS["llama"]))
     names = {"self_attn": "qkvo", "mlp": ("gate", "up", "down")}
@@ -89,9 +82,7 @@ def test_a_norm_whose_expert_changes_no_map_of_the_branch_gets_the_layers_mean(
         statistics.fmean(float(alpha[f"layer.1.{branch}.{name}_proj"][expert]) for name in names[branch])
         for expert, branch in enumerate(["self_attn", "mlp"])
     ]
-    merged = load_file(
-        families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged") / "model.safetensors"
-    )
-    experts = [others[key], load_file(family.experts[1] / "model.safetensors")[key]]
+    merged = stored(families.merge(families.recipe(family, level="linear", samples=3), tmp_path / "merged"))
+    experts = [stored(folder)[key] for folder in family.experts]
     expected = base[key] + sum(mean * (own - base[key]) for mean, own in zip(means, experts, strict=True))
     assert torch.allclose(merged[key], expected, rtol=0, atol=weight_rounding())

@@ -38,12 +38,8 @@ def merged_tensor(
     if role is Role.TRANSPOSED:
         return merged_tensor(Role.LINEAR, base.mT, [expert.mT for expert in experts], ridge, scale, weights).mT
     if role is Role.LINEAR and base.ndim == 3:
-        return torch.stack(
-            [
-                merged_tensor(role, base[i], [expert[i] for expert in experts], ridge, scale, weights)
-                for i in range(len(base))
-            ]
-        )
+        parts = zip(base, *experts, strict=True)
+        return torch.stack([merged_tensor(role, own, theirs, ridge, scale, weights) for own, *theirs in parts])
     tasks = [expert.double() - base.double() for expert in experts]
     shares = torch.tensor(weights or [1.0] * len(tasks), dtype=torch.float64)
     if role is Role.LINEAR:

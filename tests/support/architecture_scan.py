@@ -350,13 +350,10 @@ def _merge(family: Family, column: str, states: list[State], said: dict[str, Any
             return by_reference(stores, method, name, turned(role) if cut.turned(name) else role)
 
         differing = wrong_tensors(written, wanted, stores[0])
+    elif method == "slta":
+        differing = wrong_tensors(state, _weighted(family, column, states, statistics), states[0])
     else:
-        expected = (
-            _weighted(family, column, states, statistics)
-            if method == "slta"
-            else solved(family, folder / "solved", states)
-        )
-        differing = wrong_tensors(state, expected, states[0])
+        differing = wrong_tensors(state, solved(family, folder / "solved", states), states[0])
     assert not differing, f"{len(differing)} tensors differ, such as {differing[0]}"
 
 

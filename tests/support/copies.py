@@ -23,7 +23,6 @@ def sharded(source: Path, folder: Path) -> Path:
 
 
 def pickled(source: Path, folder: Path, **options: Any) -> Path:
-    """A copy in one pickled file."""
     shutil.copytree(source, folder)
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin", **options)
     (folder / "model.safetensors").unlink()
@@ -31,7 +30,6 @@ def pickled(source: Path, folder: Path, **options: Any) -> Path:
 
 
 def pickled_shards(source: Path, folder: Path) -> Path:
-    """A copy in two pickled files."""
     pickled(source, folder)
     tensors = torch.load(folder / "pytorch_model.bin")
     names = sorted(tensors)
@@ -45,7 +43,6 @@ def pickled_shards(source: Path, folder: Path) -> Path:
 
 
 def edited(source: Path, folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> Path:
-    """A copy with its tensors changed."""
     shutil.copytree(source, folder)
     edit_tensors(folder, edit)
     return folder

@@ -75,7 +75,6 @@ def swap_ids(folder: Path) -> None:
 
 
 def add_tokens(folder: Path, *tokens: str, special: bool = False) -> None:
-    """Give a model's tokenizer more tokens."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([*tokens], special_tokens=special)
     tokenizer.save_pretrained(folder)

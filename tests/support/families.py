@@ -479,18 +479,11 @@ def recipe(
         models.append({"model": str(family.experts[index]), "parameters": own | (per_expert or {})})
     if keep is not None:
         models.append({"model": str(family.base), "parameters": {"calibration": str(family.data[-1])} | keep})
-    content = {
-        "merge_method": method,
-        "base_model": str(family.base),
-        "models": models,
-        "parameters": parameters,
-        "dtype": dtype,
-    }
-    return content | ({"out_dtype": out_dtype} if out_dtype else {})
+    content = {"merge_method": method, "base_model": str(family.base), "models": models, "parameters": parameters}
+    return content | {"dtype": dtype} | ({"out_dtype": out_dtype} if out_dtype else {})
 
 
 def write_recipe(path: Path, content: dict[str, Any]) -> Path:
-    """Write a recipe as YAML."""
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
@@ -498,11 +491,8 @@ def write_recipe(path: Path, content: dict[str, Any]) -> Path:
 def merge(content: dict[str, Any], out: Path, **options: Any) -> Path:
     """Run a recipe through mergekit in this process; ``options`` are those of ``MergeOptions``."""
     patches.install()
-    run_merge(
-        MergeConfiguration.model_validate(content),
-        str(out),
-        MergeOptions(**{"quiet": True, "write_model_card": False, "copy_tokenizer": False} | options),
-    )
+    usual: dict[str, Any] = {"quiet": True, "write_model_card": False, "copy_tokenizer": False}
+    run_merge(MergeConfiguration.model_validate(content), str(out), MergeOptions(**usual | options))
     return out
 
 
@@ -532,13 +522,7 @@ def measure(
 
 
 def feature_merge(
-    family: Family,
-    folder: Path,
-    *,
-    tasks: Any = None,
-    device: str = "cpu",
-    batch_tokens: int = 0,
-    **arguments: Any,
+    family: Family, folder: Path, *, tasks: Any = None, device: str = "cpu", batch_tokens: int = 0, **arguments: Any
 ) -> SolvedModel:
     """Solve a feature merge into a folder, on all of the family's records or on ``tasks``, or go on with it.
 

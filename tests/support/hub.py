@@ -23,8 +23,6 @@ COMMIT = "c" * 40
 
 @dataclass
 class Hub:
-    """A running stand-in."""
-
     root: Path  # with the repositories
     cache: Path  # of what is downloaded
     revision: str = "main"  # the one that every repository has

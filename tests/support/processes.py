@@ -15,15 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 300  # seconds after which what hangs is ended; none of them takes a tenth of it
 
 
-def run_python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run Python with this process's packages and return how it ended and what it said."""
-    return subprocess.run(
+def run_python(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run Python with this process's packages and return what it said."""
+    done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
     )
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def linked_packages(folder: Path) -> Path:
@@ -84,11 +86,11 @@ def _run_afresh(code: str, arguments: list[str], said: str, environment: dict[st
 
 def command_together(
     forks: ForkServerContext, count: int, *arguments: object, patch: Callable[[int], None] | None = None
-) -> subprocess.CompletedProcess[str]:
+) -> str:
     """Run ``mergekit-slta`` in processes that know of each other as torchrun's do, and end all when one has failed.
 
     Unlike torchrun's, they have imported everything when they start. ``patch`` is given each process's index before the
-    command runs, to change what one of them does.
+    command runs, to have one of them fail. Returns what they say on standard error.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -108,11 +110,9 @@ def command_together(
             if not ended or any(process.exitcode for process in ended):
                 for process in running.values():
                     process.terminate()
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
-        said = [
-            "".join(Path(folder, f"{stream}{index}").read_text() for index in range(count)) for stream in ("out", "err")
-        ]
-    return subprocess.CompletedProcess(list(map(str, arguments)), code or 0, *said)
+        said = "".join(Path(folder, f"err{index}").read_text() for index in range(count))
+    assert any(process.exitcode for process in processes) == (patch is not None), said
+    return said
 
 
 def _command_of_one(

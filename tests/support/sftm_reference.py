@@ -47,11 +47,8 @@ def merged_tensor(
     """Algorithm 2 for one tensor of the merged model, of a role, in float64."""
     tasks = [share * (expert.double() - base.double()) for expert, share in zip(experts, weight, strict=True)]
     if role is Role.LINEAR and base.ndim == 3:
-        rows = [
-            merged_tensor(role, base[i], [expert[i] for expert in experts], weight, density, scale, rank)
-            for i in range(len(base))
-        ]
-        return torch.stack(rows)
+        parts = zip(base, *experts, strict=True)
+        return torch.stack([merged_tensor(role, own, theirs, weight, density, scale, rank) for own, *theirs in parts])
     tasks = [_keep_largest(task, share) for task, share in zip(tasks, density, strict=True)]
     if role is Role.NORM:
         return base.double() + torch.stack(tasks).mean(0)

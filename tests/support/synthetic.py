@@ -95,11 +95,9 @@ def info(models: Sequence[str], levels: Sequence[str], layers: int, samples: int
 
 def random_alpha(decoder: Decoder, level: str) -> dict[str, torch.Tensor]:
     """Merging weights of two experts for all submodules of a decoder at a level."""
-    names = [name for layer in range(len(decoder)) for name in of_decoder.submodules(decoder, level, layer)] or [
-        "model"
-    ]
+    names = [name for layer in range(len(decoder)) for name in of_decoder.submodules(decoder, level, layer)]
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(2, generator=generator, dtype=torch.float64) for name in names}
+    return {name: torch.randn(2, generator=generator, dtype=torch.float64) for name in names or ["model"]}
 
 
 def solutions(alpha: Mapping[str, torch.Tensor]) -> dict[str, SubmoduleSolution]:
