@@ -147,7 +147,10 @@ def ask(
         (thoughts, f"end in the reasoning after {max_new_tokens} tokens: {fix}"),
         (sum(not answer.record for answer in answers) - loops, "are empty and left out"),
         (loops, f"repeat one phrase until they are cut off after {max_new_tokens} tokens, and are left out"),
-        (sum(answer.cut for answer in answers) - thoughts, f"are cut off after {max_new_tokens} tokens"),
+        (
+            sum(answer.cut for answer in answers) - thoughts,
+            f"are cut off after {max_new_tokens} tokens, and have no end token",
+        ),
         (sum(answer.differs for answer in answers), "change their tokens when their text is tokenized again"),
     ):
         if count:

@@ -29,7 +29,7 @@ from mergekit_slta.models.layout import Layout, meta_model, model_tensor_name
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.words import listed
 
-SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SAME_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def one_model(experiment: Experiment, reference: ModelReference) -> None:

@@ -189,7 +189,9 @@ def room(experiment: Experiment, out: Path | None) -> None:
     if out is not None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
-        written += [(out, "the merged model", needed.merged), (out, "the solved layers", max(needed.solved - there, 0))]
+        half = sum(file.stat().st_size for file in out.glob("model-*.safetensors") if "-of-" not in file.name)
+        written.append((out, "the merged model", max(needed.merged - half, 0)))
+        written.append((out, "the solved layers", max(needed.solved - there, 0)))
     downloads = Path(experiment.options.transformers_cache or HF_HUB_CACHE)
     written.append((downloads, "the download", sum(needed.download.values())))
     if cache := experiment.options.lora_merge_cache:

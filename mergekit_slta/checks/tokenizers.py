@@ -158,9 +158,9 @@ def other_templates(experiment: Experiment) -> Iterator[str]:
         yield f"The merge has no chat template, because {keeper} has none: {fix}."
     if others:
         yield (
-            f"The chat template of {keeper} writes the chats of {listed(others)}, not their own, which "
-            f"differ{'s' * (len(others) == 1)}: for another one in the merge, add 'tokenizer: {{source: EXPERT}}' to "
-            "the recipe."
+            f"The chat template of {keeper} writes the chats of {listed(others)}, also in the merge, not their own, "
+            f"which differ{'s' * (len(others) == 1)}: where an expert answers badly in it, give that expert a "
+            "'template', or the merge the expert's by 'tokenizer: {source: EXPERT}'."
         )
 
 

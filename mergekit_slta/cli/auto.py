@@ -22,7 +22,7 @@ from mergekit.common import ModelPath, ModelReference
 from pydantic import TypeAdapter
 
 from mergekit_slta import __version__, files
-from mergekit_slta.checks.examine import examine, none_to_evaluate
+from mergekit_slta.checks.examine import examine, first_sample, none_to_evaluate
 from mergekit_slta.checks.space import asking, needs
 from mergekit_slta.errors import MachineError, SltaError, as_note, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, interval, lead, own_model
@@ -115,6 +115,8 @@ class Plan:
         experiment = Experiment(Recipe.load(file) if written else Recipe.parse(text, str(file)), **options)
         answers = [str(step.output) for step in self.answers.values()]
         unwritten = [file for file in answers if not Path(file).exists()]
+        if (method := experiment.recipe.config.merge_method) != MERGE:
+            raise SltaError(f"{file} has another method, {method}: merge it with mergekit-yaml, or delete it.")
         try:
             named = [name for task in experiment.recipe.tasks for name in (task.calibration, task.evaluation)]
             merge, scores = self.merges[MERGE], self.scores  # of the recipe's sources, which may be others than these
@@ -141,7 +143,11 @@ class Plan:
         yield f"Merge {enumerated(self.experts)}, fine-tuned from {self.base}, by {MERGE}; compare with {others}."
         yield from map(as_note, self.notes)
         for model, source in self.sources.items():
-            yield f"Prompts of {model}: {'its own answers to general prompts' if model in self.answers else source}"
+            general = f"its own answers to general prompts{', good or bad' * (model != self.base)}"
+            yield f"Prompts of {model}: {general if model in self.answers else source}"
+        yield from (first_sample(drawn, experiment.samples_tokenizer) for drawn in experiment.drawn.values())
+        if any(expert in self.answers for expert in self.experts):
+            yield "Questions of each expert's task, which it answers by `ask`, make a better merge: pass --calibration."
         taken = needs(experiment)
         yield str(taken)
         written = [str(step.output) for step in self.answers.values() if not step.output.exists()]
@@ -236,9 +242,8 @@ class Run:
                     raise
                 self._marks.pop(str(step.output), None)
                 shutil.rmtree(step.output, ignore_errors=True)  # where the disk was full, it leaves no room
-                self.say(
-                    f"{name} failed and is left out ({one_line(error)}). To try again, delete {plan.scores.output}."
-                )
+                again = f" To try again, delete {plan.scores.output}." * isinstance(error, MachineError)
+                self.say(f"{name} failed and is left out ({one_line(error)}).{again}")
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
         judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
         ours, theirs = (Recipe.load(plan.recipes[name].output).config for name in (MERGE, judged.best))
@@ -286,31 +291,37 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"not better than {rival}"
         low, high = (plain_number(limit, "+.2f") for limit in (max(ahead - error, -1.0), min(ahead + error, 1.0)))
-        lines.append(f"{MERGE} is {words} by more than chance (difference: {low} to {high}).")
+        taken = ", so the simpler merge is taken" * (not better)
+        lines.append(f"{MERGE} is {words} by more than chance (difference: {low} to {high}){taken}.")
     ended = {title: task.scores for title, task in tasks.items() if task.ended_answers >= FEW}
     if on := [
         title for title, of in ended.items() if (of[MERGE].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)
     ]:
         lines.append(f"On {enumerated(on)}, {MERGE} stops less often after its answers than the task's own model does.")
-    if any(expert in plan.answers for expert in plan.experts):
-        lines.append(
-            "The experts answered general prompts, which say little about a narrow task; prompts of the task itself "
-            "(--calibration) say more."
-        )
-    lines.append(f"The merge is in {plan.merges[best].output}, its scores and a report in {plan.folder}.")
+    place, beside = plan.merges[best].output, f"the tables of scores in {plan.folder / LOG}"
+    lines.append(f"The merge is in {place}, {beside}, and a report in {plan.folder / 'report.html'}.")
     return Verdict([*lines, f"Next: {_next(tasks, best, plan)}"], best)
 
 
 def _sentence(title: str, task: TaskComparison, merge: str) -> str:
-    """What a merge gives of a task, with its 95 % interval, and what the task's own model and the base model give."""
+    """What a merge gives of a task, with its 95 % interval, and what the task's own model and the base model give.
+
+    The base model's own task has the answers that it gives, of which the experts give fewer.
+    """
     number, share = len(task.points[merge]), task.mean(merge)
     low, high = map(as_score, interval(share, number))
     counts = task.short_answers >= FEW  # tokens of one answer are not independent
     all_tokens = f"tokens of {number} {'answers' if task.answers == task.prompts else 'prompts'}"
     of = f"{number} short answers" if counts else all_tokens
-    others = ", ".join(f"{model} {as_score(task.mean(model))}" for model in dict.fromkeys((own_model(title), BASE)))
+    if counts and title != BASE and number < task.prompts:
+        of = f"{number} short ones of {task.prompts} answers"
+    models = [own_model(title), BASE]
+    if title == BASE:
+        models = [name for name in task.points if name.startswith(own_model(""))]
+    others = ", ".join(f"{model} {as_score(task.mean(model))}" for model in models)
     known = f"({f'{low} to {high}; ' * counts}{others})"
-    return f"{merge} gives {as_score(share)} of the {of} of {'the ' * (title == BASE)}{title} {known}."
+    does = "gives" if counts else "predicts"
+    return f"{merge} {does} {as_score(share)} of the {of} of {'the ' * (title == BASE)}{title} {known}."
 
 
 def _no_better(task: TaskComparison, model: str) -> bool:
@@ -325,23 +336,27 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     for title, task in experts.items():
         if _no_better(task, own_model(title)):
             why = "which is no better than the base model by more than chance"
-            leave = f"leave {title} out, {why}, or give it" if len(plan.experts) > 1 else f"give {title}, {why},"
-            return f"{leave} more prompts, in the format of its training; then run the command again with that change"
-    shares = {title: task.mean(best) / max(task.mean(own_model(title)), 1e-9) for title, task in tasks.items()}
-    # Of token accuracy, which is never low, the base model too may have enough.
-    shares |= dict.fromkeys((title for title, task in experts.items() if _no_better(task, best)), 0.0)
+            leave = f", or leave {title} out" * (len(plan.experts) > 1)
+            give = f"give {title}, {why}, more prompts, in the format of its training"
+            return f"{give}{leave}; then run the command again with that change"
+    # Of what the base model does too, which of tokens is much, an expert has learned nothing.
+    known = {title: task.mean(BASE) if title in experts else 0.0 for title, task in tasks.items()}
+    own = {title: max(task.mean(own_model(title)) - known[title], 1e-9) for title, task in tasks.items()}
+    shares = {title: (task.mean(best) - known[title]) / own[title] for title, task in tasks.items()}
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
-        publish = f"mergekit-slta publish {shlex.quote(str(plan.merges[best].output))} ORG/NAME"
-        why = f"since it gives {ENOUGH} or more of what each task's own model gives"
-        others = f", and {MERGE} is not better by more than chance" * (best != MERGE)
-        return f"publish {best}, {why}{others}: {publish}"
+        words = ["mergekit-slta", "ask", str(plan.merges[best].output), "QUESTIONS.txt", "-o", "REPLIES.jsonl"]
+        why = f"since it has {ENOUGH} or more of what each expert has learned"
+        why += " and of what the base model gives" * (BASE in tasks)
+        return f"read some replies of {best}, then publish it, {why}: {shlex.join([*words, *plan.options])}"
     edit = f"in {plan.recipes[MERGE].output}, and run the same command again"
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what the base model gives on them"
+        if len(plan.experts) == 1:
+            return f"take more of the base model's prompts, {why}: set 'samples: 60' in its entry {edit}"
         return f"count the base model's prompts more, {why}: double the base model's 'weight' {edit}"
     if general := [expert for expert in plan.experts if expert in plan.answers]:
         words = ["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl", *plan.options]
         answered = shlex.join(words)
         return f"write 60 questions of each expert's task, and pass the expert's answers to --calibration: {answered}"
-    return f"calibrate with more prompts, where a file has them: double 'samples' {edit}"
+    return f"calibrate with more prompts, where a file has 30 others to score: double 'samples' {edit}"

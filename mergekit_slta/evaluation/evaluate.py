@@ -37,7 +37,10 @@ FEW = 20  # short answers: with fewer, merges that differ only in rounding may b
 BASE = "base model"  # its name in tables, and that of its own task
 LEAST_GAIN = 0.01  # nats per token
 Z = 1.96  # standard errors of a 95 % interval
-MORE = "Name test data with `evaluation`, or add prompts (60 or more: 30 calibrate, the rest is held out)"
+MORE = (
+    "Name test data with `evaluation`, set fewer `samples` in this model's entry, or add prompts (60 or more: 30 "
+    "calibrate, the rest is held out)"
+)
 
 
 @dataclass(frozen=True)
@@ -210,8 +213,9 @@ class Comparison(Paragraphs):
             )
         if any(task.answers < task.prompts for task in self.tasks.values()):
             yield (
-                "Without a known answer, all tokens of a prompt are scored, which says less. Rows with `prompt` and "
-                "`completion`, or with `messages`, show the answer, and so does a `template` that ends with its field."
+                "Without a known answer, all tokens of a prompt are scored, which says less. Let the expert write it "
+                "(`mergekit-slta ask EXPERT PROMPTS -o FILE`), or give rows with `prompt` and `completion`, or with "
+                "`messages`, or a `template` that ends with the answer's field."
             )
 
 

@@ -173,4 +173,4 @@ def afterword(experiment: Experiment, merge: Merge, out: str) -> Iterator[str]:
     if copied.is_file():
         has_data = experiment.recipe.settings.runs_models and all(task.calibration for task in experiment.recipe.tasks)
         command = ["mergekit-slta", "evaluate" if has_data else "verify", str(copied), out]
-        yield f"Next: {shlex.join([*command, *experiment.same_options()])}"
+        yield f"To {command[1]} it: {shlex.join([*command, *experiment.same_options()])}"

@@ -59,7 +59,8 @@ def merge_adapter(
     base, adapter = headers.source_folders(self, LoaderCache().hf_cache_dir)
     assert self.lora and adapter
     headers.refuse_adapter_in(base)
-    files_of_both = sorted(stamps(source_files(base, adapter)).values())
+    # Without the inode, which is another one where a cache was restored.
+    files_of_both = sorted(stamp[:2] for stamp in stamps(source_files(base, adapter)).values())
     made_with = [versions() | {"commit": ""}, peft.__version__]  # each folder is a whole model
     content = [fingerprint_of(base, adapter), lora_merge_dtype, files_of_both, *made_with]
     folder = Path(cache_dir) / f"{merged_name(self)}_{digest(content)[:16]}"

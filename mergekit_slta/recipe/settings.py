@@ -111,7 +111,7 @@ class FeatcalSettings(CalibrationSettings):
     ridge: Annotated[FiniteFloat, Field(ge=SMALLEST_FEATCAL_RIDGE)] | Literal["auto"] = Field(
         default="auto",
         description="how strongly each matrix is pulled towards a merge without prompts: a number from 0.0003 "
-        "on, the least that float32 bears, or `auto`, which searches nine values from there to 3 by held-out prompts",
+        "on, the least that float32 bears, or `auto`, which searches nine values from there to 3 by cross-validation",
     )
 
 

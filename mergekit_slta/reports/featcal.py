@@ -19,7 +19,7 @@ from mergekit_slta.words import as_score, counted, enumerated
 ERRORS_MEANING = (
     "A distance of 0 means that a layer's output equals the output of the task's own model; 1, that the difference "
     "is as large as that output, on average over the tokens of the task's prompts. The merge was fitted to these "
-    "prompts: on others the distance is larger. It says little about accuracy: score the merge with mergekit-slta "
+    "prompts: on others the distance is larger. It says little about accuracy: only scores do, those of mergekit-slta "
     "evaluate."
 )
 
@@ -31,7 +31,7 @@ def drift_page(errors: torch.Tensor, tasks: Sequence[tuple[str, int]], settings:
     last = [f"{digits(error)} from {name}" for name, error in zip(names, errors[-1].tolist(), strict=True)]
     curves = [Line(name, range(len(errors)), curve) for name, curve in zip(names, errors.T.tolist(), strict=True)]
     distances = "After the last layer, the merge's features are at a relative distance of"
-    ridge = f"ridge {settings.ridge}" if settings.ridge != "auto" else "a ridge chosen on held-out prompts"
+    ridge = f"ridge {settings.ridge}" if settings.ridge != "auto" else "a ridge chosen by cross-validation"
     return Page(
         title=f"How far the merge is from {enumerated(names)}",
         verdict=[f"{distances} {enumerated(last)}.", ERRORS_MEANING],

@@ -151,8 +151,12 @@ def _measured(
         fallbacks=coarser,
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
-    calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
-    grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)
+    finished = partial.finished(len(decoder)) if partial is not None and "model" not in levels else set[int]()
+    if partial is not None and len(finished) == len(decoder):  # a merge that was killed while mergekit wrote
+        grams = {name: gram for layer in finished for name, gram in partial.load(layer).items()}
+    else:
+        calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
+        grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)
     for model in experiment.checkpoints:
         model.refuse_changes()
     task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])

@@ -285,7 +285,7 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
     assert answers == {"p" * 7: "xyz", "p" * 12: "bcde", "p" * 13: "cdef"}
     assert caplog.messages == [
         f"{out}: 3 of 6 answers are empty and left out.",
-        f"{out}: 2 of 6 answers are cut off after 4 tokens.",
+        f"{out}: 2 of 6 answers are cut off after 4 tokens, and have no end token.",
         f"{out}: 2 of 6 answers change their tokens when their text is tokenized again.",  # by the tokenizer's </s>
     ]
     empty = write_jsonl(tmp_path / "b.jsonl", prompts[:1])
@@ -295,7 +295,7 @@ def test_answers_that_are_cut_off_or_empty_are_counted(tmp_path: Path, caplog: p
 
 def test_an_answer_that_ends_in_its_reasoning_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, _, prompts = of_script(tmp_path, f"{THINKING} and more", PLAIN)
-    for limit, said in ((10, "end in the reasoning after 10 tokens: delete"), (20, "are cut off after 20 tokens.")):
+    for limit, said in ((10, "end in the reasoning after 10 tokens: delete"), (20, "are cut off after 20 tokens, and")):
         slta.ask(folder, tmp_path / f"{limit}.jsonl", prompts, max_new_tokens=limit, quiet=True)
         (message,) = [message for message in caplog.messages if "after" in message]
         assert said in message

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def test_experts_that_collide_are_merged_by_featcal_and_only_what_changed_runs_a
 
     first = run(*words)
     assert "featcal is better than actmat" in first.stdout
-    assert first.stdout.rstrip().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
+    assert first.stdout.rstrip().endswith(": mergekit-slta ask out/merged/featcal QUESTIONS.txt -o REPLIES.jsonl")
     assert [folder.name for folder in Path("out/merged").iterdir()] == ["featcal"]
     assert "Distance of the features by layer" in Path("out/report.html").read_text()
     tasks = json.loads(Path("out/scores.json").read_text())["tasks"]
@@ -154,13 +155,13 @@ def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family
     models.calibration["strings"].write_text("".join(lines[100:]))
     said = run(*arguments(models, "sums", "strings", strings=copied)).stdout
     assert "not better than task_arithmetic-0.5 by more than chance" in said
-    assert "Next: publish task_arithmetic-0.5, since it gives 0.9 or more" in said
+    assert "Next: read some replies of task_arithmetic-0.5, then publish it, since it has 0.9 or more" in said
     assert Path("out/merged/task_arithmetic-0.5").is_dir()
 
 
 def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> None:
     said = run(*arguments(models, "sums", "strings", strings=shutil.copytree(models.base, Path("same")))).stdout
-    assert "Next: leave same out, which is no better than the base model" in said
+    assert "Next: give same, which is no better than the base model" in said
 
 
 def test_a_rival_that_fails_is_reported_and_left_out(models: family.Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +285,7 @@ def judged(
     calibration: tuple[str, ...] = ("a.jsonl", "b.jsonl"),
     base: float = 0.0,
     rival: float = 0.1,
+    experts: Sequence[str] = ("a",),
 ) -> str:
     """The next step where featcal gives these shares of a task's answers and of the base model's."""
 
@@ -294,17 +296,18 @@ def judged(
     own["task_arithmetic-0.5"] = points(rival)
     of_base = own | {"base model": points(1), "featcal": points(keep), "expert a": points(0)}
     tasks = {"a": compared(own), "base model": compared(of_base)}
-    lines = auto.verdict(Comparison(tasks, ("b",)), auto.Plan("base", ["a"], Path("out"), calibration)).lines
+    lines = auto.verdict(Comparison(tasks, ("b",)), auto.Plan("base", experts, Path("out"), calibration)).lines
     assert lines[0].startswith("Not scored, because all prompts calibrate: b.")
     return lines[-1]
 
 
 def test_the_next_step_follows_from_the_numbers() -> None:
-    assert judged().endswith(": mergekit-slta publish out/merged/featcal ORG/NAME")
-    assert "double the base model's 'weight' in out/recipes/featcal.yml" in judged(keep=0.5)
+    assert judged().endswith(": mergekit-slta ask out/merged/featcal QUESTIONS.txt -o REPLIES.jsonl")
+    assert "set 'samples: 60' in its entry in out/recipes/featcal.yml" in judged(keep=0.5)
+    assert "double the base model's 'weight' in out/recipes/featcal.yml" in judged(keep=0.5, experts=["a", "c"])
     assert "double 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
     assert "double 'samples' in" in judged(task=0.5, rival=0.5)  # the same, and too little
-    assert "publish task_arithmetic-0.5, since" in judged(rival=1.0)
+    assert "replies of task_arithmetic-0.5, then publish" in judged(rival=1.0)
     assert "double 'samples' in" in judged(task=0.91, base=0.9)  # no better than the base model
     assert "give a, which is no better than the base model" in judged(base=1.0)
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())

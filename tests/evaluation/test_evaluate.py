@@ -265,7 +265,7 @@ def test_the_table_ranks_all_models_by_their_exact_answers_and_shows_likelihoods
     assert "a 2.0000 3.0000 1.0000" in lines and "code 50 40 30 0 70" in lines
     joined = " ".join(text.split())
     for said in (
-        "because all prompts calibrate: words. Name test data with `evaluation`, or add prompts (60 or more",
+        "because all prompts calibrate: words. Name test data with `evaluation`, set fewer `samples` in",
         "The expert is hardly or no better than the base model, so it has no gain, on: code.",
         "all tokens of a prompt are scored",
         "On their own tasks these experts give under half of the short answers: code.",

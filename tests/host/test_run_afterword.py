@@ -24,11 +24,11 @@ from mergekit_slta.words import as_score
 def said_after(command: Any, recipe: Path, out: Path, *options: str) -> list[str]:
     """What a merge says of itself, without progress."""
     done = run(*["merge"] * (command is main), recipe, out, *options, program=command)
-    return [line for line in done.stderr.splitlines() if re.match("(Share|Distance|Report|Next)", line)]
+    return [line for line in done.stderr.splitlines() if re.match("(Share|Distance|Report|To)", line)]
 
 
 def run_next(line: str) -> str:
-    program, *arguments = shlex.split(line.removeprefix("Next: "))
+    program, *arguments = shlex.split(line.partition(" it: ")[2])
     assert program == "mergekit-slta"
     return run(*arguments, "--quiet").stdout
 
@@ -42,7 +42,7 @@ def test_slta_says_what_is_kept_and_evaluates_next(
     solution = Statistics.load(out / "mergekit-slta" / "statistics.safetensors").solve()
     shares = [as_score(share) for share in (*solution.retained_overall.tolist(), solution.kept_base_overall)]
     assert re.findall(r"−?\d\.\d\d", kept) == shares and "expert0 " in kept and "base model" in kept
-    assert following == f"Next: mergekit-slta evaluate '{out}/mergekit_config.yml' '{out}'"
+    assert following == f"To evaluate it: mergekit-slta evaluate '{out}/mergekit_config.yml' '{out}'"
     assert "expert expert0" in run_next(following)
     assert said_after(command, recipe, out, "--quiet") == []
 
@@ -67,7 +67,10 @@ def test_a_method_without_data_verifies_next_with_the_options_of_the_merge(llama
     recipe.write_text(json.dumps(content))
     (following,) = said_after(run_yaml.main, recipe, tmp_path / "out", "--lora-merge-cache", cache)
     out = tmp_path / "out"
-    assert following == f"Next: mergekit-slta verify {out / 'mergekit_config.yml'} {out} --lora-merge-cache {cache}"
+    assert (
+        following
+        == f"To verify it: mergekit-slta verify {out / 'mergekit_config.yml'} {out} --lora-merge-cache {cache}"
+    )
     run_next(following)
 
 
@@ -76,5 +79,5 @@ def test_a_merge_that_may_never_stop_is_said_before_and_after_it(family: Family,
     recipe = families.write_recipe(tmp_path / "recipe.yml", families.recipe(family, "sftm", calibration=False))
     lines = run(recipe, tmp_path / "out", program=run_yaml.main).stderr.splitlines()
     places = [index for index, line in enumerate(lines) if "ends its turns with <|im_end|>" in line]
-    assert len(places) == 2 and lines[places[1] + 1].startswith("Next: ")
+    assert len(places) == 2 and lines[places[1] + 1].startswith("To verify it: ")
     assert all(f"add 'tokenizer: {{source: {family.experts[0]}}}' to the recipe." in lines[place] for place in places)
