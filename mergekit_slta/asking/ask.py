@@ -38,8 +38,7 @@ from mergekit_slta.data.sources import CalibrationSource, end_of_turn, has_chat_
 from mergekit_slta.engine.loop import progress_bar
 from mergekit_slta.engine.memory import LIBRARIES, MASK
 from mergekit_slta.errors import MachineError, SltaError, is_out_of_memory, reading, whole_number
-from mergekit_slta.layers.attention import use_few_queries
-from mergekit_slta.layers.decoder import without_kernels
+from mergekit_slta.layers.decoder import few_queries, without_kernels
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.models.headers import Model, config_entry, refuse_adapter_in
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -237,7 +236,6 @@ def _loaded(experiment: Experiment, checkpoint: Checkpoint, source: CalibrationS
     with reading(checkpoint, "cannot be loaded"):
         trusted, folder = experiment.options.trust_remote_code, checkpoint.folder  # where an adapter is merged
         model: Any = loader.from_pretrained(folder, dtype="auto", trust_remote_code=trusted)
-    use_few_queries(model)
     if model.config.is_encoder_decoder or not model.can_generate():
         raise SltaError(f"{checkpoint} is not a decoder-only language model: only these can answer prompts.")
     own, tokenizer = model.generation_config.eos_token_id, source.tokenizer
@@ -272,7 +270,8 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     try:
         checks = transformers.LogitsProcessorList([partial(_finite, model)])
-        with torch.inference_mode(), without_kernels() if model.device.type == "cpu" else nullcontext():
+        of_gpu = without_kernels() if model.device.type == "cpu" else nullcontext()
+        with torch.inference_mode(), few_queries(), of_gpu:
             tokens = model.generate(
                 padded, attention_mask=mask, do_sample=False, max_new_tokens=limit, logits_processor=checks
             )[:, width:]

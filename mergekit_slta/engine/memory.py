@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 
 from mergekit_slta.engine.streams import Tasks, fitting_batch, make_batches, waiting_bytes
-from mergekit_slta.layers.attention import FEW_QUERIES, SCORES
+from mergekit_slta.layers.attention import SCORES
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.maps import linear_maps, routed_tensors
 from mergekit_slta.models.headers import config_entry
@@ -69,17 +69,18 @@ def children(decoder: Decoder) -> int:
     return max(len([*decoder.layers[layer].children()]) for layer in decoder.one_of_each_kind)
 
 
-def heads_with_scores(decoder: Decoder, attention: str = "eager") -> int:
-    """How many heads have scores of token pairs in memory; 0 if the model uses another ``attention``."""
+def heads_with_scores(decoder: Decoder, few: bool = False) -> int:
+    """How many heads have scores of token pairs in memory, of all or of a ``few`` queries; 0 with torch's attention."""
     config = decoder.model.config.get_text_config()
-    return (config_entry(config, "num_attention_heads") or 0) * (config._attn_implementation == attention)
+    own = config._attn_implementation == "eager" and decoder.model._can_set_attn_implementation() == few
+    return (config_entry(config, "num_attention_heads") or 0) * own
 
 
 def mask_bytes(decoder: Decoder, shapes: Shapes) -> int:
     """The size of the masks of batches, of which those of one shape are shared; 0 where torch needs none."""
     config = decoder.model.config.get_text_config()
     pairs = sum(rows * length**2 for rows, length in shapes)
-    if heads_with_scores(decoder) or heads_with_scores(decoder, FEW_QUERIES):
+    if config._attn_implementation == "eager":
         return NUMBER * len(set(getattr(config, "layer_types", None) or [""])) * pairs
     longest = max(length for _, length in shapes)
     windows = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -94,7 +95,7 @@ def batch_bytes(decoder: Decoder, shapes: Shapes, hidden: int, inner: int, score
     """
     widest = max((columns for _, columns in map_shapes(decoder)), default=0)
     masks, most = mask_bytes(decoder, shapes), max(rows * length**2 for rows, length in shapes)
-    few = 3 * min(heads_with_scores(decoder, FEW_QUERIES) * most, SCORES)  # before, in and after the softmax
+    few = 3 * min(heads_with_scores(decoder, few=True) * most, SCORES)  # before, in and after the softmax
     in_attention = NUMBER * (few + scores * heads_with_scores(decoder) * most) or MASK * bool(masks) * most
     state, wide = (NUMBER * columns * max(map(math.prod, shapes)) for columns in (hidden_size(decoder), widest))
     return masks + max(hidden * state + inner * wide + beside, (hidden // 2 + 4) * state + in_attention)

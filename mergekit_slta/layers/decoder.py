@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.integrations import hub_kernels
 
 from mergekit_slta.errors import SltaError, first_line
+from mergekit_slta.layers.attention import attend
 from mergekit_slta.layers.maps import LinearMap
 from mergekit_slta.models.checkpoint import Tensors
 from mergekit_slta.models.layout import language_names
@@ -129,10 +130,23 @@ def without_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def few_queries() -> Iterator[None]:
+    """Have transformers call ``attend`` where it would call a model's own attention, whose name is "eager"."""
+    table: dict[str, Any] = transformers.AttentionInterface._global_mapping  # in which this name has no function
+    inside = "eager" in table  # of another such block
+    table["eager"] = attend
+    try:
+        yield
+    finally:
+        if not inside:
+            table.pop("eager", None)  # another thread's block may have ended
+
+
+@contextlib.contextmanager
 def model_code(part: str) -> Iterator[None]:
     """Turn what a part of a model raises while its own code runs into a ModelCodeError; a lack of memory stays one."""
     try:
-        with without_kernels():
+        with without_kernels(), few_queries():
             yield
     except (Reached, MemoryError, torch.OutOfMemoryError):
         raise

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from mergekit_slta.errors import SltaError, first_line
-from mergekit_slta.layers.attention import use_few_queries
 from mergekit_slta.layers.calls import (
     capture_calls,
     embed,
@@ -80,8 +79,7 @@ def trace(
         kind = "is an encoder-decoder" if encodes else "is not a decoder-only language model"
         raise SltaError(f"{architecture} {kind}, which calibration does not cover: use 'merge_method: actmat'.")
     model = built or meta_model(config, trust_remote_code)
-    # Attention stays the architecture's default, torch's own for most, but for what is in memory. See ``_with_form``.
-    use_few_queries(model)
+    # Attention stays the architecture's default, torch's own for most. See ``_with_form`` and ``few_queries``.
     # One expert of a mixture after the other: the other ways compute the same, but gather copies of the weights.
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
@@ -161,7 +159,6 @@ def _with_form(decoder: Decoder) -> Decoder:
     if not decoder.form.causal:
         default = decoder.model.config._attn_implementation
         decoder.model.set_attn_implementation("eager")
-        use_few_queries(decoder.model)
         if (masked := _try_layers(decoder)).causal:
             decoder.form = masked
         else:

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 import mergekit_slta as slta
 from mergekit_slta.asking import ask as asking
 from mergekit_slta.cli.commands import main
-from mergekit_slta.layers import attention
+from mergekit_slta.layers import attention, decoder
 
 ANSWERED = "{% if add_generation_prompt %}[assistant]{% endif %}"
 PLAIN = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>{% endfor %}" + ANSWERED
@@ -72,7 +72,7 @@ def test_answers_are_what_generate_gives_one_by_one_and_calibrate_with_the_same_
     monkeypatch.setattr(attention, "SCORES", 100)
     folder = write_model(tmp_path, architecture, template)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
-    with mock.patch.object(attention, "_attend", wraps=attention._attend) as attend:
+    with mock.patch.object(decoder, "attend", wraps=decoder.attend) as attend:
         out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=20, quiet=True)
     assert attend.called == (architecture == "gpt_oss")  # which would have the scores of all pairs in memory
     before, after = ("[user]", "</s>[assistant]") if template else ("", "\n")

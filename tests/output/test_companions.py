@@ -84,7 +84,10 @@ def test_what_cannot_be_copied_is_an_error_once_all_else_is_done(recipe: dict[st
     (out / "helper.py").mkdir(parents=True)
     file = families.write_recipe(tmp_path / "recipe.yml", recipe)
     said = run(file, out, program=mergekit_yaml, code=1).stderr
-    assert said.count(f"Copy {recipe['base_model']}/helper.py to {out}/helper.py yourself") == 1 and "To verify it: " in said
+    assert (
+        said.count(f"Copy {recipe['base_model']}/helper.py to {out}/helper.py yourself") == 1
+        and "To verify it: " in said
+    )
     names = {*TEMPLATES, *OTHERS, "README.md", "model.safetensors"} - {"helper.py"}
     assert all((out / name).is_file() for name in names)
 
