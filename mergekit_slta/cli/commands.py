@@ -488,7 +488,7 @@ def _of_merge(stats: str, measured: Any) -> tuple[Any, dict[str, Any]]:
     if not file.is_file():
         return measured, {}
     from mergekit_slta.recipe.recipe import Recipe  # which imports transformers
-    from mergekit_slta.slta.measure import solve_arguments
+    from mergekit_slta.slta.grams import solve_arguments
 
     recipe = Recipe.load(file)
     _, *names = recipe.names.values()

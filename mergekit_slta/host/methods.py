@@ -39,7 +39,8 @@ from mergekit_slta.recipe.settings import (
     parameter_specs,
 )
 from mergekit_slta.sftm.superpose import superposed_vector
-from mergekit_slta.slta.measure import solve_arguments, statistics_of
+from mergekit_slta.slta.grams import calibrate, solve_arguments
+from mergekit_slta.slta.measure import statistics_of
 from mergekit_slta.slta.statistics import Solution
 from mergekit_slta.slta.weights import TensorWeights
 from mergekit_slta.tables import short_names
@@ -127,7 +128,11 @@ class SltaMerge(Merge):
         settings = experiment.recipe.settings_of(SltaSettings)
         with experiment.ranks.one_refusal():
             experiment.check_edges(experts=settings.level == "model")
-        self.solution = statistics_of(experiment, partial=partial).solve(**solve_arguments(experiment.recipe))
+        if settings.statistics:
+            statistics = statistics_of(experiment, partial=partial)
+        else:
+            statistics = calibrate(experiment, [settings.level], partial)
+        self.solution = statistics.solve(**solve_arguments(experiment.recipe))
         self._weights = TensorWeights(experiment.decoder, settings.level, self.solution.submodules, experiment.layout)
         self._position = {expert.reference: index for index, expert in enumerate(experiment.recipe.experts)}
         for note in self.solution.notes():

@@ -16,24 +16,37 @@ dimensions. Task T may be the base model's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from mergekit_slta.engine.loop import LayerMethod, Progress
+from mergekit_slta import files
+from mergekit_slta.data.sources import source_name
+from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.memory import batch_bytes, batch_shapes, children, edge_bytes, layer_bytes, states_bytes
+from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.engine.streams import Streams, Tasks, read_edges
 from mergekit_slta.errors import SltaError
 from mergekit_slta.layers.calls import logits
 from mergekit_slta.layers.decoder import Decoder, LayerCall, LayerRun
 from mergekit_slta.layers.maps import Heads, LinearMap, RoutedInputs, fused_hidden, linear_maps, routed_inputs
-from mergekit_slta.layers.trace import find_heads, find_structure, of_each_layer
+from mergekit_slta.layers.trace import find_heads, find_structure, of_each_layer, on_device
 from mergekit_slta.levels import BRANCHES, head_part, submodule_name
 from mergekit_slta.models.checkpoint import Checkpoint, Tensors
-from mergekit_slta.slta.weights import layer_parts
+from mergekit_slta.models.fingerprint import hashed_computation
+from mergekit_slta.recipe.experiment import Experiment
+from mergekit_slta.recipe.recipe import Recipe, published_names, require_calibration
+from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
+from mergekit_slta.slta.statistics import Statistics
+from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info
+from mergekit_slta.slta.weights import fallbacks, layer_parts
+
+LOG = logging.getLogger(__name__)
 
 # Submodule name to [N, T, T] float64.
 Grams = dict[str, torch.Tensor]
@@ -328,3 +341,65 @@ class Calibration(LayerMethod[Grams]):
         grams = of_all_ranks(measured, self.ranks, self.models[0], self.models[1:])
         self.grams |= grams
         return grams
+
+
+# A recipe's measurement
+
+
+def calibrate(
+    experiment: Experiment, levels: Sequence[str], partial: Partial | None, replacing: bool = True
+) -> Statistics:
+    """Measure an opened recipe's models on its prompts, but for the layers in a folder that this process holds.
+
+    Layers of another measurement in it are deleted, or refused unless ``replacing``.
+    """
+    recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
+    require_calibration(recipe)
+    data, names = experiment.load_data(recipe.tasks), published_names(recipe)
+    if partial is not None:
+        partial.begin(experiment.identity(data, levels=levels), ranks, replace=replacing, quiet=experiment.quiet)
+    settings = recipe.settings_of(CalibrationSettings)
+    sources = [
+        CalibrationInfo(source=source_name(drawn.source), template=task.template, sha256=drawn.sha256)
+        for task, drawn in zip(recipe.tasks, data, strict=True)
+    ]
+    base, *experts = (model.fingerprint for model in experiment.checkpoints)
+    content = BaseContent(tensors=base, config=hashed_computation(config))
+    coarser = tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level))
+    for fallback in coarser:
+        LOG.warning("%s", fallback)
+    info = Info(
+        format_version=2,
+        levels=tuple(levels),
+        base_model=names[0],
+        models=tuple(names[1:]),
+        calibration=tuple(sources[: len(recipe.experts)]),
+        keep=sources[-1] if recipe.keep else None,
+        samples=max(expert.samples for expert in recipe.experts),  # the hashes of the tokens tell the rest
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+        inputs="base",
+        architecture=(config.architectures or [""])[0],
+        num_layers=len(experiment.decoder),
+        dtype=experiment.base.dtype,
+        versions=files.versions(),
+        fingerprint=Fingerprint(base=content, experts=tuple(experts)),
+        fallbacks=coarser,
+    )
+    decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
+    finished = partial.finished(len(decoder)) if partial is not None and "model" not in levels else set[int]()
+    if partial is not None and len(finished) == len(decoder):  # a merge that was killed while mergekit wrote
+        grams = {name: gram for layer in finished for name, gram in partial.load(layer).items()}
+    else:
+        calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
+        grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)
+    for model in experiment.checkpoints:
+        model.refuse_changes()
+    task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
+    return Statistics(grams, task, torch.tensor([len(row) for rows in tasks for row in rows]), info)
+
+
+def solve_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The arguments of ``Statistics.solve`` for the merge that a recipe for ``slta`` describes."""
+    settings = recipe.settings_of(SltaSettings)
+    return settings.model_dump(include={"level", "balance", "ridge"}) | {"keep_weight": recipe.keep_weight}

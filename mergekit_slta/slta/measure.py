@@ -8,26 +8,22 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import click
-import torch
 
 from mergekit_slta import files
-from mergekit_slta.data.sources import CalibrationData, source_name
-from mergekit_slta.engine.loop import pass_layers
+from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import refuse
-from mergekit_slta.layers.trace import on_device
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, published_names, require_calibration
+from mergekit_slta.recipe.recipe import RecipeOrFile, require_calibration
 from mergekit_slta.recipe.settings import CalibrationSettings, SltaSettings
-from mergekit_slta.slta.grams import Calibration
+from mergekit_slta.slta.grams import calibrate
 from mergekit_slta.slta.statistics import Statistics
-from mergekit_slta.slta.statistics_file import BaseContent, CalibrationInfo, Fingerprint, Info, resolve_statistics
-from mergekit_slta.slta.weights import fallbacks
+from mergekit_slta.slta.statistics_file import Info, resolve_statistics
 from mergekit_slta.words import enumerated
 
 LOG = logging.getLogger(__name__)
@@ -91,76 +87,15 @@ def statistics_of(
         if partial is not None:
             partial.begin({"statistics": source}, ranks, replace=True)
         return statistics
-    require_calibration(recipe)
-    data, names = experiment.load_data(recipe.tasks), published_names(recipe)
-    if own := file is not None and partial is None:
-        partial = Partial(file.with_name(f"{file.name}.partial"))
-    with partial.held(ranks) if own and partial else contextlib.nullcontext():
-        if partial is not None:
-            partial.begin(experiment.identity(data, levels=levels), ranks, replace=not own, quiet=experiment.quiet)
-        statistics = _measured(experiment, names, data, levels, partial)
+    own = Partial(file.with_name(f"{file.name}.partial")) if file is not None and partial is None else None
+    with own.held(ranks) if own else contextlib.nullcontext():
+        statistics = calibrate(experiment, levels, partial or own, replacing=own is None)
         if file is not None and ranks.first:
             statistics.save(file)
         ranks.wait()
-        if own and partial and ranks.first:
-            partial.remove()
+        if own and ranks.first:
+            own.remove()
     return statistics
-
-
-def solve_arguments(recipe: Recipe) -> dict[str, Any]:
-    """The arguments of ``Statistics.solve`` for the merge that a recipe for ``slta`` describes."""
-    settings = recipe.settings_of(SltaSettings)
-    return settings.model_dump(include={"level", "balance", "ridge"}) | {"keep_weight": recipe.keep_weight}
-
-
-def _measured(
-    experiment: Experiment,
-    names: Sequence[str],
-    data: Sequence[CalibrationData],
-    levels: Sequence[str],
-    partial: Partial | None,
-) -> Statistics:
-    """Run the models on the samples; the layers that are finished in the folder are not measured again."""
-    recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
-    settings = recipe.settings_of(CalibrationSettings)
-    sources = [
-        CalibrationInfo(source=source_name(drawn.source), template=task.template, sha256=drawn.sha256)
-        for task, drawn in zip(recipe.tasks, data, strict=True)
-    ]
-    base, *experts = (model.fingerprint for model in experiment.checkpoints)
-    content = BaseContent(tensors=base, config=hashed_computation(config))
-    coarser = tuple(fallback for level in levels for fallback in fallbacks(experiment.decoder, level))
-    for fallback in coarser:
-        LOG.warning("%s", fallback)
-    info = Info(
-        format_version=2,
-        levels=tuple(levels),
-        base_model=names[0],
-        models=tuple(names[1:]),
-        calibration=tuple(sources[: len(recipe.experts)]),
-        keep=sources[-1] if recipe.keep else None,
-        samples=max(expert.samples for expert in recipe.experts),  # the hashes of the tokens tell the rest
-        max_tokens=settings.max_tokens,
-        seed=settings.seed,
-        inputs="base",
-        architecture=(config.architectures or [""])[0],
-        num_layers=len(experiment.decoder),
-        dtype=experiment.base.dtype,
-        versions=files.versions(),
-        fingerprint=Fingerprint(base=content, experts=tuple(experts)),
-        fallbacks=coarser,
-    )
-    decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
-    finished = partial.finished(len(decoder)) if partial is not None and "model" not in levels else set[int]()
-    if partial is not None and len(finished) == len(decoder):  # a merge that was killed while mergekit wrote
-        grams = {name: gram for layer in finished for name, gram in partial.load(layer).items()}
-    else:
-        calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
-        grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)
-    for model in experiment.checkpoints:
-        model.refuse_changes()
-    task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
-    return Statistics(grams, task, torch.tensor([len(row) for rows in tasks for row in rows]), info)
 
 
 # A file that exists

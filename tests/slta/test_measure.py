@@ -27,7 +27,7 @@ from mergekit_slta.levels import Fallback
 from mergekit_slta.nonlinearity.studies import linearity
 from mergekit_slta.recipe.recipe import Recipe
 from mergekit_slta.reports.merge import report_page
-from mergekit_slta.slta import measure as module
+from mergekit_slta.slta import grams as module
 from mergekit_slta.slta.measure import measure, statistics_of
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import Info
