@@ -73,16 +73,16 @@ def _adapter_of(model: Model, adapter: ModelPath, cache_dir: str | None) -> None
     stored = headers.file_headers(headers.adapter_weights(folder))
     refuse_links(folder, beside_weights(folder))
     settings = adapter_settings(folder)
+    # The mask of SHiRA cannot be drawn without the weights.
+    if model.built is not None and settings.get("peft_type") != "SHIRA":
+        tensors = {name: torch.empty(header.shape, device="meta") for name, header in stored.items()}
+        with_adapter(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
     if parted := _parted_ends(model, settings, stored):
         raise SltaError(
             f"The adapter {adapter} changes {listed(parted)} of {model.reference.model}, where embedding and output "
             "head are one tensor, so it cannot be merged into it: train it on the decoder layers alone, or save the "
             "base model with 'tie_word_embeddings' false."
         )
-    # The mask of SHiRA cannot be drawn without the weights.
-    if model.built is not None and settings.get("peft_type") != "SHIRA":
-        tensors = {name: torch.empty(header.shape, device="meta") for name, header in stored.items()}
-        with_adapter(meta_model(model.config, model.trust_remote_code), model.reference, folder, tensors)
 
 
 def same_family(experiment: Experiment, reference: ModelReference) -> None:

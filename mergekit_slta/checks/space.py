@@ -15,6 +15,7 @@ from mergekit.common import ModelReference
 
 from mergekit_slta.actmat import covariance
 from mergekit_slta.engine.memory import LIBRARIES, NUMBER
+from mergekit_slta.engine.partial import run_of
 from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.featcal.merge import feature_merge_bytes
 from mergekit_slta.files import PARTIAL_OF_MERGE
@@ -189,7 +190,8 @@ def room(experiment: Experiment, out: Path | None) -> None:
     if out is not None:
         # What a killed merge has left there is used or replaced.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
-        half = sum(file.stat().st_size for file in out.glob("model-*.safetensors") if "-of-" not in file.name)
+        begun = out.glob("model-*.safetensors") if run_of(out / PARTIAL_OF_MERGE) else ()
+        half = sum(file.stat().st_size for file in begun if "-of-" not in file.name)
         written.append((out, "the merged model", max(needed.merged - half, 0)))
         written.append((out, "the solved layers", max(needed.solved - there, 0)))
     downloads = Path(experiment.options.transformers_cache or HF_HUB_CACHE)

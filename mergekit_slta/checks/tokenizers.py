@@ -91,7 +91,12 @@ def _cure(experiment: Experiment, model: ModelReference, chats: bool) -> str:
     if model.lora and not own.get_vocab().keys() <= known.keys():
         return f"merge the adapter {owner} by peft, save it with its tokenizer, and name that model"
     if chats and not model.lora and (end := end_of_turn(own)) in known:
-        entry = "chat_template: auto"  # which changes no tensor
+        ends = set[str | None]()
+        for reference in recipe.references:
+            with suppress(*hub.HUB_ERRORS, SltaError):  # some folders lack a tokenizer
+                ends.add(end_of_turn(experiment.tokenizer(reference)))
+        if ends <= {end, None}:
+            entry = "chat_template: auto"  # which changes no tensor
         if isinstance(recipe.settings, SltaSettings) and recipe.settings.level != "model":
             # The method takes the base model's rows, which it may never have trained.
             entry = f'tokenizer: {{source: {owner}, tokens: {{"{end}": {{source: {owner}, force: true}}}}}}'
@@ -157,10 +162,12 @@ def other_templates(experiment: Experiment) -> Iterator[str]:
         fix = _cure(experiment, alone[0].reference, chats=True)
         yield f"The merge has no chat template, because {keeper} has none: {fix}."
     if others:
+        also, fix = ", also in the merge", ", or write the expert's as the recipe's 'chat_template'"
+        if recipe.config.chat_template:
+            also = fix = ""
         yield (
-            f"The chat template of {keeper} writes the chats of {listed(others)}, also in the merge, not their own, "
-            f"which differ{'s' * (len(others) == 1)}: where an expert answers badly in it, give that expert a "
-            "'template', or the merge the expert's by 'tokenizer: {source: EXPERT}'."
+            f"The chat template of {keeper} writes the chats of {listed(others)}{also}, not their own, which "
+            f"differ{'s' * (len(others) == 1)}: where an expert answers badly in it, give it a 'template'{fix}."
         )
 
 

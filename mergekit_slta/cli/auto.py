@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from mergekit_slta import __version__, files
 from mergekit_slta.checks.examine import examine, first_sample, none_to_evaluate
 from mergekit_slta.checks.space import asking, needs
-from mergekit_slta.errors import MachineError, SltaError, as_note, one_line, refuse
+from mergekit_slta.errors import MachineError, SltaError, as_note, is_disk_full, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, interval, lead, own_model
 from mergekit_slta.evaluation.scores import lacking
 from mergekit_slta.models.headers import open_model
@@ -241,7 +241,8 @@ class Run:
                 if name == MERGE:
                     raise
                 self._marks.pop(str(step.output), None)
-                shutil.rmtree(step.output, ignore_errors=True)  # where the disk was full, it leaves no room
+                if is_disk_full(error):
+                    shutil.rmtree(step.output, ignore_errors=True)  # it leaves no room for the others
                 again = f" To try again, delete {plan.scores.output}." * isinstance(error, MachineError)
                 self.say(f"{name} failed and is left out ({one_line(error)}).{again}")
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
@@ -299,25 +300,26 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     ]:
         lines.append(f"On {enumerated(on)}, {MERGE} stops less often after its answers than the task's own model does.")
     place, beside = plan.merges[best].output, f"the tables of scores in {plan.folder / LOG}"
-    lines.append(f"The merge is in {place}, {beside}, and a report in {plan.folder / 'report.html'}.")
+    page = plan.folder / "report.html"
+    lines.append(f"The merge is in {place}, {beside}{f', and a report in {page}' * page.is_file()}.")
     return Verdict([*lines, f"Next: {_next(tasks, best, plan)}"], best)
 
 
 def _sentence(title: str, task: TaskComparison, merge: str) -> str:
     """What a merge gives of a task, with its 95 % interval, and what the task's own model and the base model give.
 
-    The base model's own task has the answers that it gives, of which the experts give fewer.
+    Of the base model's own task, whose short answers are those that it gives, what the experts give says more.
     """
     number, share = len(task.points[merge]), task.mean(merge)
     low, high = map(as_score, interval(share, number))
     counts = task.short_answers >= FEW  # tokens of one answer are not independent
     all_tokens = f"tokens of {number} {'answers' if task.answers == task.prompts else 'prompts'}"
     of = f"{number} short answers" if counts else all_tokens
-    if counts and title != BASE and number < task.prompts:
-        of = f"{number} short ones of {task.prompts} answers"
+    if counts and title != BASE and number < task.answers:
+        of = f"{number} short ones of {task.answers} answers"
     models = [own_model(title), BASE]
     if title == BASE:
-        models = [name for name in task.points if name.startswith(own_model(""))]
+        models = [name for name in task.points if name.startswith(own_model(""))] + [BASE] * (not counts)
     others = ", ".join(f"{model} {as_score(task.mean(model))}" for model in models)
     known = f"({f'{low} to {high}; ' * counts}{others})"
     does = "gives" if counts else "predicts"
@@ -353,7 +355,8 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     if weakest == BASE:
         why = f"since the merge gives less than {ENOUGH} of what the base model gives on them"
         if len(plan.experts) == 1:
-            return f"take more of the base model's prompts, {why}: set 'samples: 60' in its entry {edit}"
+            where = "double 'samples' in its entry, where its file has 30 others to score,"
+            return f"take more of the base model's prompts, {why}: {where} {edit}"
         return f"count the base model's prompts more, {why}: double the base model's 'weight' {edit}"
     if general := [expert for expert in plan.experts if expert in plan.answers]:
         words = ["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl", *plan.options]

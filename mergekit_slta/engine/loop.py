@@ -158,7 +158,9 @@ def _run(method: LayerMethod[Result], positions: int, doing: str, partial: Parti
     if partial is not None:
         finished = partial.finished(len(decoder))
         ranks.require_equal(len(finished), partial.folder)
-    batches = make_batches(method.tasks, positions // ranks.count, decoder)[ranks.index :: ranks.count]
+    if ranks.count > 1:  # each has a part
+        positions = min(positions, sum(len(row) for task in method.tasks for row in task) // ranks.count)
+    batches = make_batches(method.tasks, positions, decoder)[ranks.index :: ranks.count]
     total = method.steps * sum(len(batch.rows) for batch in batches)
     with progress_bar(doing, method.models, total, quiet) as tell:
         read, streams = read_layers(decoder, method.models), Streams(decoder, method.sources(), batches)

@@ -33,7 +33,7 @@ from mergekit.options import MergeOptions, PrettyPrintHelp
 from mergekit.tokenizer import build
 from transformers import AutoConfig
 
-from mergekit_slta.errors import SltaError
+from mergekit_slta.errors import MachineError, SltaError
 from mergekit_slta.host.run import METHODS, register, run
 from mergekit_slta.models import hub
 from mergekit_slta.models.adapters import merge_adapter
@@ -113,8 +113,9 @@ def local_path(
             weight_map(downloaded := folder_with(patterns, self.model, cache_dir))
             return str(downloaded)
         return stock(self, cache_dir, ignore_lora)
-    except hub.HUB_ERRORS:
-        if (folder := local_folder(self.model, cache_dir)) is None:
+    except hub.HUB_ERRORS as error:
+        folder = local_folder(self.model, cache_dir)
+        if folder is None or not isinstance(hub.refused("", error), MachineError):
             raise
         return str(folder)
 

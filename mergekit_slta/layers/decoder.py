@@ -133,13 +133,15 @@ def without_kernels() -> Iterator[None]:
 def few_queries() -> Iterator[None]:
     """Have transformers call ``attend`` where it would call a model's own attention, whose name is "eager"."""
     table: dict[str, Any] = transformers.AttentionInterface._global_mapping  # in which this name has no function
-    inside = "eager" in table  # of another such block
+    before = table.get("eager")  # of another such block, or a user's own
     table["eager"] = attend
     try:
         yield
     finally:
-        if not inside:
+        if before is None:
             table.pop("eager", None)  # another thread's block may have ended
+        elif before is not attend:
+            table["eager"] = before
 
 
 @contextlib.contextmanager

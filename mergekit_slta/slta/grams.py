@@ -388,8 +388,11 @@ def calibrate(
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
     finished = partial.finished(len(decoder)) if partial is not None and "model" not in levels else set[int]()
+    if partial is not None:
+        ranks.require_equal(len(finished), partial.folder)
     if partial is not None and len(finished) == len(decoder):  # a merge that was killed while mergekit wrote
         grams = {name: gram for layer in finished for name, gram in partial.load(layer).items()}
+        ranks.wait()  # the first one removes the folder
     else:
         calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
         grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)

@@ -122,6 +122,18 @@ def test_an_expert_that_ends_its_turns_where_the_base_model_does_not_stop(
         assert not [note for note in look(corrected).notes if "ends its turns" in note]
 
 
+def test_the_most_common_template_is_not_advised_where_the_models_end_differently(family: Family) -> None:
+    expert = family.experts[0]
+    chat_model(expert)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(expert / name, family.base / name)
+    (family.base / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}</s>{% endfor %}")
+    (note,) = [
+        note for note in look(families.recipe(family, "sftm", calibration=False)).notes if "ends its turns" in note
+    ]
+    assert f"add 'tokenizer: {{source: {expert}}}' to the recipe." in note
+
+
 def test_tokens_of_an_expert_that_the_merge_would_lack_are_named(family: Family) -> None:
     expert = family.experts[0]
     tokenizer = transformers.AutoTokenizer.from_pretrained(expert)
@@ -170,7 +182,9 @@ def test_rows_of_chat_tokens_that_only_an_expert_has_trained_reach_the_merge(fam
 def test_an_expert_that_stops_as_little_as_the_base_model_is_no_fault_of_the_merge(family: Family) -> None:
     for folder in family.folders:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": families.PAD}))
-    assert not [note for note in look(families.recipe(family, "sftm")).notes if "ends its turns" in note]
+    assert not [
+        note for note in look(families.recipe(family, "sftm", calibration=False)).notes if "ends its turns" in note
+    ]
 
 
 @pytest.mark.parametrize("source", ["base", "union"])

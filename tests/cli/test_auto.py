@@ -303,7 +303,7 @@ def judged(
 
 def test_the_next_step_follows_from_the_numbers() -> None:
     assert judged().endswith(": mergekit-slta ask out/merged/featcal QUESTIONS.txt -o REPLIES.jsonl")
-    assert "set 'samples: 60' in its entry in out/recipes/featcal.yml" in judged(keep=0.5)
+    assert "double 'samples' in its entry, where its file has 30" in judged(keep=0.5)
     assert "double the base model's 'weight' in out/recipes/featcal.yml" in judged(keep=0.5, experts=["a", "c"])
     assert "double 'samples' in out/recipes/featcal.yml" in judged(task=0.5)
     assert "double 'samples' in" in judged(task=0.5, rival=0.5)  # the same, and too little

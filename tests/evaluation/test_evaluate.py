@@ -128,6 +128,7 @@ def test_answers_that_are_lost_and_gained_are_counted_and_so_are_those_that_end(
     )
     held_out = random.Random(0).sample(pairs, len(pairs))[1:]
     ones, twos = (sum(letter in answer for _, answer in held_out) for letter in "12")
+    assert ones > 1 and twos > 1
     others = sum(answer == OTHER for _, answer in random.Random(0).sample(of_base, len(of_base))[1:])
     base, expert = model("base", OTHER), model("expert", ANSWER)
     outs = [

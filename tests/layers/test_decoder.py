@@ -19,7 +19,7 @@ from support.rounding import state_rounding
 
 from mergekit_slta.engine.streams import padding_matters
 from mergekit_slta.errors import SltaError
-from mergekit_slta.layers import attention
+from mergekit_slta.layers import attention, decoder
 from mergekit_slta.layers.calls import embed, logits, made_up_edges, random_numbers
 from mergekit_slta.layers.decoder import Decoder, few_queries
 from mergekit_slta.layers.trace import tail_problem, trace
@@ -115,11 +115,16 @@ def test_a_few_queries_attend_as_all_do_at_once(architecture: str, own: dict[str
     for part in (part for part in model.modules() if "Attention" in type(part).__name__):
         part.__class__ = type("Attention", (type(part),), {})
     expected = model(ids).logits
-    with few_queries():
+    table = transformers.AttentionInterface._global_mapping
+    with mock.patch.object(decoder, "attend", wraps=decoder.attend) as attend, few_queries():
         with few_queries():
             pass
         assert torch.allclose(model(ids).logits, expected, rtol=0, atol=TOLERANCE)
-    assert "eager" not in transformers.AttentionInterface._global_mapping
+    assert attend.called and "eager" not in table
+    with mock.patch.dict(table, {"eager": max}):  # a user's own
+        with few_queries():
+            assert table["eager"] is decoder.attend
+        assert table["eager"] is max
 
 
 @pytest.mark.parametrize("architecture", [*families.ARCHITECTURES, *families.UNSPLIT])
