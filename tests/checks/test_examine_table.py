@@ -594,6 +594,7 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.use("sftm").expert, **ROTATION), f"{DIFFERS}."),
         (labelled, "The configuration of the expert EXPERT differs from that of the base model BASE in id2label: the "),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
+        (lambda c: edit_config(c.expert, max_position_embeddings=7), ""),  # of rotations that have no longest position
         (lambda c: c.of("bloom").use("featcal"), "In layers 0, 1, 2, no map corrects what"),
         (adapters_alone, "actmat is about as good as a weighted sum there: take"),
     ],

@@ -183,6 +183,9 @@ def test_a_wrong_recipe_and_a_folder_of_others_are_refused_before_any_work(model
     assert any("Note: The configuration of the expert" in line for line in planned)
     models.calibration["sums"].unlink()
     assert "sums.jsonl" in run(*words, code=1).stderr
+    recipe = Path("out/recipes/featcal.yml")
+    recipe.write_text(recipe.read_text().replace("merge_method: featcal", "merge_method: slta   "))
+    assert f"{recipe} has another method, slta: merge it with mergekit-yaml" in run(*words, code=1).stderr
     assert {file.name for file in Path("out").iterdir()} == {"recipes", "steps.json", "log.txt"}
     Path("mine").mkdir()
     Path("mine/mine.txt").write_text("mine")
@@ -299,6 +302,15 @@ def judged(
     lines = auto.verdict(Comparison(tasks, ("b",)), auto.Plan("base", experts, Path("out"), calibration)).lines
     assert lines[0].startswith("Not scored, because all prompts calibrate: b.")
     return lines[-1]
+
+
+def test_few_short_answers_and_tokens_are_called_what_they_are() -> None:
+    task = compared({name: [1.0] * 30 for name in ("expert a", "base model", "featcal")})
+    assert "featcal gives 1.00 of the 30 short answers of a (" in auto._sentence("a", task, "featcal")
+    some = auto._sentence("a", replace(task, answers=40, prompts=50), "featcal")
+    assert "featcal gives 1.00 of the 30 short ones of 40 answers of a (" in some
+    tokens = auto._sentence("base model", replace(task, short_answers=0), "featcal")
+    assert tokens.startswith("featcal predicts 1.00 of the tokens of 30 answers of the base model (expert a 1.00, base")
 
 
 def test_the_next_step_follows_from_the_numbers() -> None:

@@ -62,6 +62,18 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "pass_layers", mock.Mock(side_effect=AssertionError("a model was run")))
 
 
+def test_a_merge_that_was_killed_while_mergekit_wrote_runs_no_model_again(
+    llama: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = families.recipe(llama, samples=2, level="layer")
+    whole = families.merge(recipe, tmp_path / "whole") / "model.safetensors"
+    with pytest.raises(families.Interrupted), families.after_layer(families.LAYERS - 1):
+        families.merge(recipe, tmp_path / "out")
+    monkeypatch.setattr(module, "pass_layers", mock.Mock(side_effect=AssertionError("a model was run")))
+    again = families.merge(recipe, tmp_path / "out") / "model.safetensors"
+    assert again.read_bytes() == whole.read_bytes()
+
+
 def close(first: Statistics, second: Statistics, level: str = "attn_mlp") -> bool:
     one, other = first.solve(level).alpha, second.solve(level).alpha
     return all(torch.allclose(alpha, other[name], atol=weight_rounding(), rtol=0) for name, alpha in one.items())
