@@ -270,8 +270,8 @@ def _produced(model: Any, rows: Sequence[Sequence[int]], limit: int) -> list[tup
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
     try:
         checks = transformers.LogitsProcessorList([partial(_finite, model)])
-        of_gpu = without_kernels() if model.device.type == "cpu" else nullcontext()
-        with torch.inference_mode(), few_queries(), of_gpu:
+        kernels = without_kernels() if model.device.type == "cpu" else nullcontext()
+        with torch.inference_mode(), few_queries(), kernels:
             tokens = model.generate(
                 padded, attention_mask=mask, do_sample=False, max_new_tokens=limit, logits_processor=checks
             )[:, width:]

@@ -293,10 +293,9 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     yield from models.outside_the_model(base, *experts)
     yield from tokenizers.endless(experiment)
     yield from tokenizers.other_templates(experiment)
-    of_base = str(getattr(base.config, "dtype", None) or getattr(base.text_config, "dtype", None))
-    dtype = (config.dtype or of_base).removeprefix("torch.")
-    of_adapters = experiment.options.lora_merge_dtype or of_base
-    rounded = any(one.lora for one in recipe.references) and of_adapters.removeprefix("torch.") in (*HALF, "None")
+    dtype = (config.dtype or base.dtype).removeprefix("torch.")
+    of_adapters = experiment.options.lora_merge_dtype or base.dtype
+    rounded = any(one.lora for one in recipe.references) and of_adapters.removeprefix("torch.") in (*HALF, "")
     if dtype in HALF and (rounded or not isinstance(settings, FeatcalSettings)):
         yield (
             f"Merging in {dtype} rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: "

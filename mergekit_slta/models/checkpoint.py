@@ -53,10 +53,9 @@ class Checkpoint:
     @cached_property
     def dtype(self) -> str:
         """The checkpoint's dtype, from its configuration or else from its first tensor."""
-        configs = self.config, self.config.get_text_config()
-        declared = next(filter(None, (getattr(config, "dtype", None) for config in configs)), None)
-        dtype = declared or self._loader.get_tensor(next(iter(self.model.tensors))).dtype
-        return str(dtype).removeprefix("torch.")
+        if self.model.dtype:
+            return self.model.dtype
+        return str(self._loader.get_tensor(next(iter(self.model.tensors))).dtype).removeprefix("torch.")
 
     def read(
         self,

@@ -95,6 +95,12 @@ class Model:
     def __str__(self) -> str:
         return str(self.reference)
 
+    @property
+    def dtype(self) -> str:
+        """The data type that the configuration gives, or its part for the language model; "" if neither does."""
+        declared = getattr(self.config, "dtype", None) or getattr(self.text_config, "dtype", None)
+        return str(declared or "").removeprefix("torch.")
+
     @cached_property
     def built(self) -> transformers.PreTrainedModel | None:
         """transformers' own model without weights; None, with a warning, if transformers cannot build it."""

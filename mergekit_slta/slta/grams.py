@@ -387,19 +387,25 @@ def calibrate(
         fallbacks=coarser,
     )
     decoder, tasks = on_device(experiment.decoder, experiment.device), [drawn.token_ids for drawn in data]
-    finished = partial.finished(len(decoder)) if partial is not None and "model" not in levels else set[int]()
-    if partial is not None:
-        ranks.require_equal(len(finished), partial.folder)
-    if partial is not None and len(finished) == len(decoder):  # a merge that was killed while mergekit wrote
-        grams = {name: gram for layer in finished for name, gram in partial.load(layer).items()}
-        ranks.wait()  # the first one removes the folder
-    else:
+    grams = _finished(partial, len(decoder), ranks) if partial is not None and "model" not in levels else {}
+    if not grams:
         calibration = Calibration(decoder, experiment.checkpoints, tasks, ranks, levels)
         grams = pass_layers(calibration, f"Calibrating {', '.join(levels)}", partial=partial, quiet=experiment.quiet)
     for model in experiment.checkpoints:
         model.refuse_changes()
     task = torch.tensor([task for task, rows in enumerate(tasks) for _ in rows])
     return Statistics(grams, task, torch.tensor([len(row) for rows in tasks for row in rows]), info)
+
+
+def _finished(partial: Partial, layers: int, ranks: Ranks) -> Grams:
+    """The Gram matrices of a measurement that was killed after its last layer, while mergekit wrote; else none."""
+    finished = partial.finished(layers)
+    ranks.require_equal(len(finished), partial.folder)
+    if len(finished) < layers:
+        return {}
+    grams = {name: gram for layer in finished for name, gram in partial.load(layer).items()}
+    ranks.wait()  # the first one removes the folder
+    return grams
 
 
 def solve_arguments(recipe: Recipe) -> dict[str, Any]:
