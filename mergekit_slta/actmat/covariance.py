@@ -50,11 +50,15 @@ def merged_vector(role: Role, vectors: Sequence[torch.Tensor], ridge: float, wei
 
 
 def merge_by_covariance(
-    matrices: Sequence[torch.Tensor], ridge: float, weights: Sequence[float] | None = None
+    matrices: Sequence[torch.Tensor],
+    ridge: float,
+    weights: Sequence[float] | None = None,
+    systems: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The merged task matrix τ of one linear map from ``T`` task matrices [out, in], in at least ``PRECISION``.
 
-    ``ridge`` is above 0, ``weights`` are at least 0; by default every expert counts the same.
+    ``ridge`` is above 0, ``weights`` are at least 0; by default every expert counts the same. Σ_t C_t is added to
+    ``systems`` [in, in].
     """
     weights = [1.0] * len(matrices) if weights is None else weights
     mean = weighted_mean(matrices, weights)
@@ -75,6 +79,8 @@ def merge_by_covariance(
         else:
             change.addmm_(exact - reference, of_task)
         del exact, of_task  # the next of_task would be beside this one
+    if systems is not None:
+        systems += total
     if len(matrices) == 1 or reference is None:
         return mean
     change.add_(mean - reference, alpha=add_ridge(total, ridge))
@@ -87,13 +93,6 @@ def merge_by_covariance(
 def matrix_bytes(rows: int, columns: int) -> int:
     """The bytes that it takes to merge matrices of this shape, beside their task matrices."""
     return PRECISION.itemsize * (7 * rows * columns + 2 * columns**2)
-
-
-def covariance(matrix: torch.Tensor) -> torch.Tensor:
-    """C_t [n, n] of a task matrix [m, n] that counts once; zero where the expert did not touch it."""
-    exact = matrix.to(torch.promote_types(matrix.dtype, PRECISION))
-    size = exact.square().sum()
-    return gram(exact).mul_(torch.where(size < UNTOUCHED, 0.0, 1 / size))
 
 
 def weighted_mean(vectors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

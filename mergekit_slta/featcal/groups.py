@@ -13,7 +13,15 @@ import torch
 
 from mergekit_slta.layers.calls import made_up_layer
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer
-from mergekit_slta.layers.maps import LinearMap, expert_stacks, is_fused, is_numbered, linear_maps, takes_some_tokens
+from mergekit_slta.layers.maps import (
+    LinearMap,
+    expert_stacks,
+    is_fused,
+    is_numbered,
+    linear_maps,
+    matrices_in,
+    takes_some_tokens,
+)
 from mergekit_slta.layers.trace import find_writers
 
 # Why maps are not solved.
@@ -47,6 +55,7 @@ class LayerMaps:
 
     groups: tuple[MapGroup, ...]  # the maps to solve, in the order in which they feed each other
     unsolved: Mapping[str, str]  # why maps, and tensors that hold several in an unknown way, stay the anchor's; by name
+    kept: tuple[LinearMap, ...]  # the maps and matrices of these, and what no expert of a mixture uses
     writers: Mapping[str, Writer]  # of the layer, solved when all that the stream is the sum of before them is known
 
 
@@ -81,15 +90,18 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         else:
             groups.append(MapGroup(child, module, maps, outputs, fused))
         previous = same
-    known = {linear_map.weight for linear_map in every}
-    unsolved |= {name: NO_ROUTES for name in expert_stacks(built) if name not in known}
+    known = {(linear_map.weight, linear_map.mixture_expert) for linear_map in every}
+    stacks = {name: matrices_in(built, name) for name in expert_stacks(built)}
+    kept = [linear_map for linear_map in every if linear_map.name in unsolved]
+    kept += [part for parts in stacks.values() for part in parts if (part.weight, part.mixture_expert) not in known]
+    unsolved |= {name: NO_ROUTES for name in stacks if (name, 0) not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
     writers = find_writers(decoder, layer)
     known_sources = {INPUT, *(group.child for group in groups), *(writer.norm for writer in writers.values())}
     writers = {
         module: one for module, one in writers.items() if module in modules and one.stream.keys() <= known_sources
     }
-    return LayerMaps(tuple(groups), unsolved, writers)
+    return LayerMaps(tuple(groups), unsolved, tuple(kept), writers)
 
 
 def in_words(unsolved: Mapping[str, str]) -> str:

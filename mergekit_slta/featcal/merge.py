@@ -1,15 +1,15 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
-After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data
-(``anchor.py``); the solution stays near a point beyond it. ``solve_model`` begins, with the samples' token ids, and
+After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data; the
+solution stays near a point beyond it. ``solve_model`` begins, with the samples' token ids, and
 ``SolvedModel`` gives mergekit each tensor from the folder of solved layers.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
 
-1. the merged layer starts as the anchor's;
+1. the merged layer starts as the experts' mean, and maps that are not solved become the anchor's;
 2. for each group of maps that read the same input, in the order in which they feed each other: the merged model's layer
-   runs as far as the group, and the expert's past it, the group is solved, and the layer takes the solution;
+   runs as far as the group, and the expert's past it, the group's maps become the anchor's, and are solved;
 3. the merged layer runs to its end, and its tensors are written.
 
 The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, base model's
@@ -34,7 +34,7 @@ cover. Unless a recipe gives the ridge, held-out samples choose it for every gro
 
 This differs from FeatCal in five points: a map is solved on inputs that are computed with the maps already solved in
 its layer; it corrects what earlier maps have missed; tasks and answers have weights; held-out samples choose the ridge;
-the output head is solved, too. Norms, embeddings, convolutions and routers are the anchor's.
+the output head is solved, too. Routers are the anchor's; norms, embeddings and convolutions the mean of the experts.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ import torch
 from safetensors import safe_open
 from torch.utils._pytree import tree_map_only
 
-from mergekit_slta.actmat.covariance import matrix_bytes
+from mergekit_slta.actmat.covariance import matrix_bytes, merge_by_covariance
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine import memory
 from mergekit_slta.engine.loop import LayerMethod, Progress, pass_layers
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.streams import Batch, Streams, Tasks, read_edges, waiting_bytes
-from mergekit_slta.featcal.anchor import ActmatAnchor, in_a_file
 from mergekit_slta.featcal.groups import SHARED, MapGroup, find_groups, in_words
 from mergekit_slta.featcal.regression import PREDICTED, RidgeRegression, Tokens, regression_bytes
 from mergekit_slta.files import digest
@@ -66,15 +65,19 @@ from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
 from mergekit_slta.layers.trace import of_each_layer, on_device, tail_problem
-from mergekit_slta.models.checkpoint import ExpertStack, Source, Tensors, stack_of
+from mergekit_slta.models.checkpoint import Blend, ExpertStack, Source, Tensors, in_a_file, stack_of, task_vector
 from mergekit_slta.models.layout import Layout
+from mergekit_slta.numerics.symmetric import add_ridge
 from mergekit_slta.recipe.experiment import Experiment
-from mergekit_slta.recipe.settings import FeatcalSettings
+from mergekit_slta.recipe.settings import ACTMAT_RIDGE, FeatcalSettings, are_adapters
 from mergekit_slta.words import listed
 
 LOG = logging.getLogger(__name__)
 MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's own model
 
+# Of the anchor and the prior. A few prompts of adapters leave most directions of the input to the prior, and so need
+# more of it than those of full fine-tunes, whose ridge is 0.03; without prompts, ``actmat`` takes 3.
+RIDGE_OF_ADAPTERS = 0.3
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
 # larger, each in the directions of its own task.
 BEYOND = 1.5
@@ -94,7 +97,9 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     batches, tokens = memory.batch_shapes(decoder, tasks), sum(len(row) for task in tasks for row in task)
     positions, longest = max(map(math.prod, batches)), max(length for _, length in batches)
     number, width = memory.NUMBER, memory.hidden_size(decoder)
-    anchor = max((models - 1) * number * rows * columns + matrix_bytes(rows, columns) for rows, columns in maps)
+    anchor = max(
+        number * ((models - 1) * rows * columns + columns**2) + matrix_bytes(rows, columns) for rows, columns in maps
+    )
     adding, solving = map(max, zip(*(regression_bytes(*shape, tokens) for shape in maps), strict=True))
     # Of a batch on its way: what waits of it, again; outputs of both sides' children; the running side's input twice;
     # a copy of an output; the stream inside the layer; the drift, its parts and the targets. Of the widest map: the
@@ -133,13 +138,17 @@ def waiting(decoder: Decoder, tokens: int, longest: int) -> int:
 class FeatureMerge(LayerMethod[Tensors]):
     """Solves every linear map, layer by layer, then the output head; the last task may be the base model's."""
 
-    anchor: ActmatAnchor  # whose maps stay where none is solved
+    counts: Sequence[float]  # of each task: 1 for an expert's, and last kappa for the base model's if it has one
     token_weights: Sequence[torch.Tensor]  # those [S] of every sample, task after task
     ridge: float | None  # how strongly the solution is drawn towards W_n; None to choose it by left-out samples
-    head: LinearMap | None  # the output head, by the model's names; None if it stays the anchor's
+    head: LinearMap | None  # the output head, by the model's names; None if it stays the experts' mean
     partial: Partial  # in whose folder a mixture's solved matrices lie meanwhile
 
     def __post_init__(self) -> None:
+        share = torch.full((len(self.models) - 1,), 1 / sum(self.counts), dtype=torch.float64)
+        self.mean = Blend(self.models, share)  # of the experts, in which the base model counts kappa times
+        adapters = are_adapters(*(model.reference for model in self.models))
+        self.anchor_ridge = RIDGE_OF_ADAPTERS if adapters else ACTMAT_RIDGE
         # Each task's own model, by its place among the models: the expert, or the base model if it has a task.
         self.owners = [*range(1, len(self.models)), 0][: len(self.tasks)]
         # For each token the number of its sample, by content, so that the order of a draw chooses no ridge.
@@ -160,7 +169,7 @@ class FeatureMerge(LayerMethod[Tensors]):
 
     def sources(self) -> list[Sequence[Source]]:
         """The streams of the merged model and of each task's own model."""
-        return [[self.anchor] * len(self.tasks), [self.models[owner] for owner in self.owners]]
+        return [[self.mean] * len(self.tasks), [self.models[owner] for owner in self.owners]]
 
     def take_layer(self, layer: int, tensors: Sequence[Tensors], streams: Streams, report: Progress) -> Tensors:
         """The merged layer's tensors by the model's names, and how far its output is from the experts'."""
@@ -198,17 +207,17 @@ class FeatureMerge(LayerMethod[Tensors]):
             report(len(batch.rows) * len(self.maps[layer].groups))
 
     def finish(self, streams: Streams, report: Progress) -> Tensors:
-        """The output head's tensors by the model's names, solved without a prior; none if it stays the anchor's."""
+        """The output head's tensors by the model's names, solved without a prior; none if it stays the mean."""
         head, decoder = self.head, self.decoder
         if head is None:
             return {}
         self.stage = ", output head"
         names, tail = [name for name in (head.weight, head.bias) if name], decoder.tail_tensors
-        # Read once, not for each part. The anchor's tensors, part by part replaced by the solution.
-        solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.anchor, names).items()}
+        # Read once, not for each part. The mean's tensors, part by part replaced by the solution.
+        solved = {name: tensor.clone() for name, tensor in read_edges(decoder, self.mean, names).items()}
         _, owners = self.sources()
         owned = [read_edges(decoder, owner, names) for owner in owners]
-        tails = [read_edges(decoder, source, tail) for source in (self.anchor, *owners)]
+        tails = [read_edges(decoder, source, tail) for source in (self.mean, *owners)]
         matrix, ridge = head.matrix(solved), self.ridge
         rows, columns = matrix.shape
         step, samples = max(1, HEAD_ELEMENTS // columns), sum(len(batch.rows) for batch in streams.batches)
@@ -216,7 +225,7 @@ class FeatureMerge(LayerMethod[Tensors]):
             part = slice(start, min(start + step, rows))
             regression = RidgeRegression(matrix[part], ridge, tokens=streams.tokens, ranks=self.ranks)
             matrices = [head.matrix(tensors)[part] for tensors in owned]
-            regression.add_tasks(self.anchor.counts, functools.partial(self._head_tokens, streams, matrices, tails))
+            regression.add_tasks(self.counts, functools.partial(self._head_tokens, streams, matrices, tails))
             change = regression.solve()
             if change.ridge is None:
                 LOG.warning("The output head stays the experts' mean, because its inputs are not finite")
@@ -256,15 +265,21 @@ class _Layer:
 
     def __init__(self, merge: FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
         self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
-        self.base, self.owners = tensors[0], [tensors[owner] for owner in merge.owners]
-        anchor = merge.anchor.of(merge.decoder.layer_tensors[layer], tensors)
+        (self.base, *self.experts), self.owners = tensors, [tensors[owner] for owner in merge.owners]
+        # The layer's tensors: the experts' mean, in which one map after the other is replaced.
+        mean = merge.mean.of(tensors)
         # The matrices of a mixture's experts that are read when they are used: written one by one.
-        stacks = {key: stack for key, stack in anchor.items() if isinstance(stack, ExpertStack)}
+        stacks = {key: stack for key, stack in mean.items() if isinstance(stack, ExpertStack)}
         self.stacks = {key: in_a_file(stack, merge.partial.folder) for key, stack in stacks.items()}
-        # The layer's tensors; the anchor's where nothing is solved yet, or ever.
-        self.merged = anchor | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
-        self.unsolved: list[str] = []  # maps that stay the anchor's, and why
+        self.merged = mean | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
         groups = self.maps.groups
+        maps = [*self.maps.kept, *(linear_map for group in groups for linear_map in group.maps)]
+        parted = {key for m in maps if m.mixture_expert is not None for key in (m.weight, m.bias) if key}
+        for key in parted - self.stacks.keys():
+            self.merged[key] = self.merged[key].clone()  # which may be the base model's own
+        for linear_map in self.maps.kept:
+            self._anchor([linear_map])
+        self.unsolved: list[str] = []  # maps that stay the anchor's, and why
         # By the module at which a group begins, that of the group after it.
         self._next: dict[str | None, str] = {group.module: after.module for group, after in pairwise(groups)}
         self._mixtures = {group.module for group in groups if group.fused}
@@ -327,11 +342,10 @@ class _Layer:
         ``tokens_of`` gives a task's tokens, of which this process has so many ``expected`` ones in all.
         """
         names, mixture_expert = ", ".join(linear_map.name for linear_map in maps), maps[0].mixture_expert
-        base, anchor = (torch.cat([m.matrix(tensors) for m in maps]) for tensors in (self.base, self.merged))
-        near = torch.lerp(base, anchor, BEYOND)
-        prior = self.merge.anchor.prior(maps, self.base, self.owners)
+        anchor, prior = self._anchor(maps)
+        near = torch.lerp(torch.cat([linear_map.matrix(self.base) for linear_map in maps]), anchor, BEYOND)
         regression = RidgeRegression(near, self.merge.ridge, prior=prior, tokens=expected, ranks=self.merge.ranks)
-        regression.add_tasks(self.merge.anchor.counts, tokens_of)
+        regression.add_tasks(self.merge.counts, tokens_of)
         if mixture_expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
             self.unsolved.append(f"{names} ({regression.tokens} tokens)")
             return
@@ -349,10 +363,33 @@ class _Layer:
             if linear_map.bias is not None and (bias := biases[0]) is not None:
                 solved[linear_map.bias] = change.offset(bias, torch.stack(biases[1:]), rows)  # type: ignore[arg-type]
             for key, tensor in solved.items():
-                if mixture_expert is None:
-                    self.merged[key] = tensor
-                else:
-                    self.stacks.get(key, self.merged[key])[mixture_expert] = tensor
+                self._put(linear_map, key, tensor)
+
+    def _anchor(self, maps: Sequence[LinearMap]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put ``actmat``'s merge W_a of maps of one input in place; returns it [out, in], and the prior P [in, in].
+
+        The prior is the sum of the systems that were solved, with the ridge and a unit mean diagonal; None where no
+        expert has changed a map.
+        """
+        merge, anchors, bases = self.merge, [], [linear_map.matrix(self.base) for linear_map in maps]
+        systems = bases[0].new_zeros(bases[0].shape[1], bases[0].shape[1])
+        for linear_map, base in zip(maps, bases, strict=True):
+            experts = (linear_map.matrix(tensors) for tensors in self.experts)
+            task_vectors = [task_vector(matrix, base) for matrix in (*experts, base)][: len(merge.counts)]
+            change = merge_by_covariance(task_vectors, merge.anchor_ridge, merge.counts, systems)
+            anchors.append(base + change.to(base.dtype))
+            self._put(linear_map, linear_map.weight, linear_map.stored(anchors[-1]))
+        if not systems.any():
+            return torch.cat(anchors), None
+        add_ridge(systems, merge.anchor_ridge)
+        return torch.cat(anchors), systems.div_(systems.diagonal().mean())
+
+    def _put(self, linear_map: LinearMap, key: str, tensor: torch.Tensor) -> None:
+        """Set a tensor of the merged layer, or of one that holds a mixture's experts the expert's part."""
+        if linear_map.mixture_expert is None:
+            self.merged[key] = tensor
+        else:
+            self.stacks.get(key, self.merged[key])[linear_map.mixture_expert] = tensor
 
     def solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
@@ -367,9 +404,6 @@ class _Layer:
             both = merged, _at_places_of(merged, of_owner)
             routed.append(tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.streams.place), both))
             report(len(batch.rows))
-        for name in {name for m in group.maps for name in (m.weight, m.bias) if name}:
-            if name not in self.stacks:
-                self.merged[name] = self.merged[name].clone()
         module = self.merge.decoder.layers[self.layer].get_submodule(group.module)
         for number in numbers:
             first, down = (m for m in group.maps if m.mixture_expert == number)
@@ -455,9 +489,9 @@ def solve_model(experiment: Experiment, partial: Partial) -> SolvedModel:
         with ranks.one_refusal():
             experiment.check_edges(experts=True)
         models, token_ids = experiment.checkpoints, [samples.token_ids for samples in data]
-        anchor = ActmatAnchor(models, decoder, [task.weight for task in experiment.recipe.tasks])
+        counts = [task.weight for task in experiment.recipe.tasks]
         ridge = None if settings.ridge == "auto" else settings.ridge
-        merge = FeatureMerge(decoder, models, token_ids, ranks, anchor, weights, ridge, head=head, partial=partial)
+        merge = FeatureMerge(decoder, models, token_ids, ranks, counts, weights, ridge, head=head, partial=partial)
         of_head = pass_layers(merge, "Solving", partial=partial, quiet=experiment.quiet)
         if ranks.first:
             partial.write(len(decoder), of_head)

@@ -253,6 +253,15 @@ def expert_stacks(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def matrices_in(layer: torch.nn.Module, name: str) -> list[LinearMap]:
+    """The matrices of one of the ``expert_stacks``, also where they are no maps of the layer."""
+    module, _, leaf = name.rpartition(".")
+    owner = layer.get_submodule(module)
+    stack = owner.get_parameter(leaf)
+    transposed = tensor_role(owner, leaf, stack) is Role.TRANSPOSED
+    return [LinearMap(f"{name}.{e}", module, name, None, transposed, e) for e in range(len(stack))]
+
+
 def routed_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The ``expert_stacks`` whose matrices are maps of the layer."""
     names = {m.weight for m in linear_maps(layer)}

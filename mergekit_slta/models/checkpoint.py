@@ -5,6 +5,8 @@ Stored weights come through mergekit's loader, a mixture's experts one by one.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -174,6 +176,18 @@ def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
     return ExpertStack(host.shape, device, lambda mixture_expert: host[mixture_expert].to(device))
 
 
+def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
+    """A copy of a mixture's matrices in a mapped temporary file of a folder, whose space is freed with the tensor."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        file.truncate(nbytes := stack.numel() * stack.dtype.itemsize)
+        if hasattr(os, "posix_fallocate"):  # or a full disk would kill this process when it writes
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
+    for mixture_expert in range(len(copy)):
+        copy[mixture_expert] = stack[mixture_expert]
+    return copy
+
+
 # theta_0 + sum_t alpha_t tau_t: tensors of the base model plus weighted task vectors tau_t = theta_t - theta_0
 
 
@@ -231,12 +245,15 @@ class Blend:
     def __init__(self, models: Sequence[Checkpoint], alpha: torch.Tensor) -> None:
         self.models, self._alpha = models, alpha
 
+    def of(self, tensors: Sequence[Tensors]) -> dict[str, torch.Tensor]:
+        """The blend of what was read of each model."""
+        return blend(tensors[0], tensors[1:], self._alpha)
+
     def read(
         self, names: Mapping[str, str], model: transformers.PreTrainedModel, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Read tensors as ``Checkpoint.read`` does."""
-        base, *experts = (source.read(names, model, device) for source in self.models)
-        return blend(base, experts, self._alpha)
+        return self.of([source.read(names, model, device) for source in self.models])
 
 
 Source = Checkpoint | Blend  # what a stream of hidden states begins with: a model, or a merge in the making

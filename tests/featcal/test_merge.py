@@ -13,13 +13,11 @@ from support import families, featcal_reference
 from support.copies import edit_tensors
 from support.examining import edit_config
 from support.families import ARCHITECTURES, CURRENT, LAYERS, MULTIMODAL, UNSPLIT, Family
-from support.memory import peak_of
 from support.reference import forget, layer_outputs
 from support.rounding import regression_rounding, state_rounding
 from support.slow import slow_but
 
 from mergekit_slta.featcal import merge, regression
-from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.merge import ENOUGH_TOKENS
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import trace
@@ -181,7 +179,7 @@ def test_routed_experts_that_few_tokens_reach_keep_the_anchors_maps_and_are_name
     assert all(tokens < ENOUGH_TOKENS * (48 if "down" in name else 32) for (name, _), tokens in named.items())
     anchor, stacks = families.actmat_state(family), [name for name in found if ".mlp.experts." in name]
     parts = itertools.product(stacks, range(4))
-    kept = {(name, index) for name, index in parts if torch.equal(found[name][index].double(), anchor[name][index])}
+    kept = {(n, e) for n, e in parts if worst({n: found[n][e]}, {n: anchor[n][e]}) < TOLERANCE}
     assert kept == named.keys() and len(kept) < LAYERS * 4 * 2
 
 
@@ -191,7 +189,7 @@ def test_what_layers_share_stays_the_anchors_and_is_said_once(
     family = make_family("zamba2", records=2)
     found = merged_tensors(family, tmp_path)
     anchor, shared = families.actmat_state(family), trace(family.config).shared_tensors & found.keys()
-    assert shared and all(torch.equal(found[name].double(), anchor[name]) for name in shared)
+    assert shared and worst({name: found[name] for name in shared}, anchor) < TOLERANCE
     assert caplog.text.count("(shared by several layers)") == 1
 
 
@@ -200,8 +198,7 @@ def test_a_layer_that_cannot_be_solved_keeps_the_anchors_maps_and_says_so(
 ) -> None:
     monkeypatch.setattr(regression, "times_inverse", lambda target, system: None)
     found = merged_tensors(llama, tmp_path)
-    anchor = families.actmat_state(llama)
-    assert all(torch.equal(tensor.double(), anchor[name]) for name, tensor in found.items())
+    assert worst(found, families.actmat_state(llama)) < TOLERANCE
     first, *_, last = caplog.messages
     maps = "self_attn.q_proj, self_attn.k_proj, self_attn.v_proj"
     assert first.startswith(f"Layer 0: {maps} (their inputs are not finite)") and "output head" in last
@@ -227,7 +224,7 @@ def errors_by_hand(models: list[Any], state: State, tasks: Tasks) -> torch.Tenso
 
 @pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
 def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFamily, tmp_path: Path) -> None:
-    """Although the maps of the anchor are solved one group after the other; a token without features has no error."""
+    """A token without features has no error."""
     family = make_family(architecture)
 
     def forget_first_token(tensors: State) -> None:
@@ -239,18 +236,6 @@ def test_errors_are_those_of_whole_models(architecture: str, make_family: MakeFa
     models, tasks = family.models(), family.token_ids()
     expected = errors_by_hand(models, state, tasks)
     assert torch.allclose(errors, expected, rtol=0, atol=state_rounding(1.0))  # relative to the features
-
-
-def test_the_actmat_merge_of_a_mixtures_experts_takes_the_memory_of_one_matrix(make_family: MakeFamily) -> None:
-    """Beside the result, where a GPU holds all experts of a layer."""
-    family = make_family(families.config_of("mixtral", num_local_experts=24))
-    decoder = trace(family.config)
-    anchor = ActmatAnchor(families.checkpoints(family.folders), decoder, [1.0] * len(family.experts))
-    names = {name: full for name, full in decoder.layer_tensors[0].items() if name.endswith("experts.down_proj")}
-    draw = torch.Generator().manual_seed(0)
-    tensors = [{name: torch.randn(24, 400, 300, generator=draw) for name in names} for _ in family.folders]
-    anchor.of(names, [{name: tensor[..., :8] for name, tensor in own.items()} for own in tensors])  # the first warms up
-    assert peak_of(lambda: anchor.of(names, tensors)) < 5 * 24 * 400 * 300 * 4
 
 
 # Padding

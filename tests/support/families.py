@@ -1,7 +1,6 @@
 """Tiny random model families on disk: a base model and experts as Hugging Face folders, with a tokenizer and data."""
 
 import copy
-import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from safetensors.torch import load_file
+from support.actmat_reference import merged_tensor
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
@@ -28,11 +28,11 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from mergekit_slta.engine import loop
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.featcal.anchor import ActmatAnchor
 from mergekit_slta.featcal.groups import find_groups
 from mergekit_slta.featcal.merge import FeatureMerge, SolvedModel
 from mergekit_slta.host import patches
 from mergekit_slta.layers.decoder import Decoder
+from mergekit_slta.layers.maps import Role, tensor_roles
 from mergekit_slta.layers.trace import of_each_layer, tail_problem, trace
 from mergekit_slta.models import headers
 from mergekit_slta.models.checkpoint import Checkpoint
@@ -532,13 +532,12 @@ def feature_merge(
     decoder, partial = trace(family.config, device=device), Partial(folder)
     folder.mkdir(parents=True, exist_ok=True)
     partial.begin({}, Ranks())
-    anchor = ActmatAnchor(models, decoder, [1.0] * len(family.experts))
-    tasks = tasks or family.token_ids()
+    counts, tasks = [1.0] * len(family.experts), tasks or family.token_ids()
     weights = [torch.ones(len(row)) for samples in tasks for row in samples]
     head = None if tail_problem(decoder) else decoder.head
     arguments = {"ridge": 0.1, "head": head, "token_weights": weights} | arguments
     with batches_of(batch_tokens):
-        merge = FeatureMerge(decoder, models, tasks, Ranks(), anchor, partial=partial, **arguments)
+        merge = FeatureMerge(decoder, models, tasks, Ranks(), counts, partial=partial, **arguments)
         partial.write(len(decoder), loop.pass_layers(merge, partial=partial))
     return SolvedModel(decoder, partial, own_layout(decoder))
 
@@ -556,14 +555,14 @@ def solved_in_layers(decoder: Decoder) -> set[str]:
 
 
 def actmat_state(family: Family) -> dict[str, torch.Tensor]:
-    """Every tensor of the anchor of a feature merge, by the model's names."""
-    decoder, model = trace(family.config), family.model(0)
-    layers = (decoder.layer_tensors[layer].values() for layer in range(len(decoder)))
-    names = {name: name for name in [*decoder.edge_tensors, *itertools.chain(*layers)]}
-    models = checkpoints(family.folders)
-    anchor = ActmatAnchor(models, decoder, [1.0] * len(family.experts))
-    model.load_state_dict(anchor.of(names, [one.read(names, decoder.model) for one in models]), strict=False)
-    state: dict[str, torch.Tensor] = model.state_dict()  # names of the same tensor too
+    """Every tensor of the anchor of a feature merge, by the model's names: the naive merge of the layers' maps."""
+    decoder, models = trace(family.config), family.models()
+    base, *experts = (model.state_dict() for model in models)
+    edges, roles = dict.fromkeys(decoder.edge_tensors, Role.OTHER), tensor_roles(decoder.model)
+    roles = edges | {name: roles[name] for names in decoder.layer_tensors for name in names.values()}
+    merged = {n: merged_tensor(role, base[n], [own[n] for own in experts]) for n, role in roles.items()}
+    models[0].load_state_dict(merged, strict=False)
+    state: dict[str, torch.Tensor] = models[0].state_dict()  # names of the same tensor too
     return state
 
 

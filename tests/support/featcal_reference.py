@@ -179,10 +179,8 @@ def solved_weight(
     rows = torch.cat([root * seen.merged for root, seen in zip(roots, tasks, strict=True)])
     missing = torch.cat([root * (seen.wanted - seen.merged @ near.T) for root, seen in zip(roots, tasks, strict=True)])
     energy = rows.square().sum(0)
-    if shape is None:
-        hold = (ridge * penalties(energy)).sqrt().diag()
-    else:
-        hold = (ridge * energy.mean()).sqrt() * torch.linalg.cholesky(shape).T
+    shape = torch.eye(len(energy)) if shape is None else shape
+    hold = (ridge * penalties(energy)).sqrt() * torch.linalg.cholesky(shape).T
     design, target = torch.cat([rows, hold]), torch.cat([missing, missing.new_zeros(len(hold), len(near))])
     change: Tensor = torch.linalg.lstsq(design, target, driver="gelsd").solution.T
     return near + change
