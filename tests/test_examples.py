@@ -127,3 +127,10 @@ def test_a_slurm_job_whose_time_is_up_is_requeued(program: str, tmp_path: Path) 
     job.send_signal(signal.SIGUSR1)
     assert "goes back into the queue" in job.communicate(timeout=20)[1].decode() and job.returncode == 0
     assert calls.read_text().splitlines()[-1] == "scontrol requeue 7"
+    (tmp_path / "bin" / program).write_text('#!/bin/bash\necho "$(basename "$0") $*" >> calls\n')
+    for merged in (False, True):  # a finished merge is only verified
+        (tmp_path / "merged-7").write_text("") if merged else calls.write_text("")
+        subprocess.run(command, cwd=tmp_path, env=variables, check=True)
+        assert not (tmp_path / "merged-7").exists()
+    verified = "mergekit-slta verify r.yml out --cuda --trust-remote-code"
+    assert calls.read_text().splitlines() == [*STEPS.values(), verified, verified]

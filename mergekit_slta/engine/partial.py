@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from mergekit_slta import files
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError
-from mergekit_slta.words import counted
+from mergekit_slta.words import counted, listed
 
 LOG = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Partial:
                     problem = f"Another process or thread is working in {folder}"
                     raise MachineError(f"{problem}: wait until it has ended.") from None
                 except (OSError, NotImplementedError):  # some file systems have no locks
-                    LOG.debug("%s cannot be locked", self.folder, exc_info=True)
+                    LOG.warning("%s cannot be locked on this disk: start one run in it at a time.", self.folder)
         try:
             yield
         finally:
@@ -75,38 +75,36 @@ class Partial:
                     (self.folder / LOCK).unlink(missing_ok=True)
                 _remove_empty(self._made)
 
-    def begin(self, identity: Mapping[str, Any], ranks: Ranks, *, replace: bool = False, quiet: bool = False) -> None:
+    def refuse_layers_of_others(self, identity: Mapping[str, Any]) -> None:
+        """Refuse the finished layers of a run with another identity, which may have taken hours."""
+        known, done = run_of(self.folder), len([*self.folder.glob("layer-*.safetensors")])
+        changed = listed([key for key in identity if known is not None and known.get(key) != identity[key]])
+        if changed and done:
+            holds = f"{self.folder} holds {counted(done, 'finished layer')} of another run (different {changed})"
+            raise SltaError(f"{holds}: finish that run, or delete the folder.")
+
+    def begin(self, identity: Mapping[str, Any], ranks: Ranks, quiet: bool = False) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
-        With ``replace`` the layers of another run are deleted, and the log says so, instead of an SltaError.
+        A run that needs no layers has no values, and leaves those of a killed run what they are.
         """
+        identity = json.loads(json.dumps(identity))
         with ranks.one_refusal():
-            known, identity = run_of(self.folder) if ranks.first else None, json.loads(json.dumps(identity))
-            changed = ", ".join([key for key in identity if known is not None and known.get(key) != identity[key]])
-            if changed and not replace:
-                fix = "finish that measurement, or delete the folder"
-                raise SltaError(f"{self.folder} belongs to another measurement (different {changed}): {fix}.")
-            if changed:
-                if any(self.folder.glob("*.safetensors")):
-                    LOG.warning("The layers of another merge (different %s) in %s were deleted.", changed, self.folder)
-                self._delete_layers()
-            if ranks.first and not (self.folder / RUN).exists():
+            if ranks.first:
+                self.refuse_layers_of_others(identity)
+            if ranks.first and (identity or run_of(self.folder) is None):
                 with _written(self.folder / RUN) as beside:
                     beside.write_text(json.dumps(identity, sort_keys=True, indent=1))
         if ranks.first and not quiet and (done := len([*self.folder.glob("layer-*.safetensors")])):
             click.echo(f"The first {counted(done, 'layer')} of this run {'are' if done > 1 else 'is'} done.", err=True)
 
-    def _delete_layers(self) -> None:
-        """Delete the layers, then ``run.json``, which says whose they are."""
-        for file in self.folder.glob("*.safetensors"):
-            file.unlink(missing_ok=True)
-        (self.folder / RUN).unlink(missing_ok=True)
-
     def remove(self) -> None:
         """Delete the folder, unless it is a user's, and what a merge made around it."""
         if (self.folder / RUN).is_file() or _odd_entry(self.folder) is None:
             with contextlib.suppress(OSError):
-                self._delete_layers()
+                for file in self.folder.glob("*.safetensors"):
+                    file.unlink(missing_ok=True)
+                (self.folder / RUN).unlink(missing_ok=True)  # which says whose they are
                 shutil.rmtree(self.folder, ignore_errors=True)
         _remove_empty(self._made[1:])
 

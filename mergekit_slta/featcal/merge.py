@@ -482,7 +482,7 @@ def solve_model(experiment: Experiment, partial: Partial) -> SolvedModel:
     weights, head = token_weights(data), head_to_solve(experiment)
     hashed, keep = digest([row.tolist() for row in weights]), experiment.recipe.keep_weight
     identity = experiment.identity(data, weights=hashed, keep_weight=keep, ridge=settings.ridge, head=head is not None)
-    partial.begin(identity, ranks, replace=True, quiet=experiment.quiet)
+    partial.begin(identity, ranks, experiment.quiet)
     complete = len(partial.finished(len(decoder) + 1)) > len(decoder)  # with the output head's file
     ranks.require_equal(complete, partial.folder)
     if not complete:

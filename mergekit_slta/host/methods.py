@@ -70,7 +70,7 @@ class Merge:
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Do, in all processes, what comes before mergekit reads a tensor; ``partial`` keeps finished layers."""
-        partial.begin({"method": self.spec.name}, experiment.ranks, replace=True)
+        partial.begin({"method": self.spec.name}, experiment.ranks)
 
     def tensor(self, group: TensorGroup, **parameters: Any) -> torch.Tensor:
         """Merge one tensor of all models; ``parameters`` are the recipe's for it."""

@@ -21,7 +21,7 @@ from mergekit_slta import files
 from mergekit_slta.checks import examine
 from mergekit_slta.checks.tokenizers import endless
 from mergekit_slta.engine.loop import exact_products, progress_bar
-from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.partial import Partial, run_of
 from mergekit_slta.engine.ranks import Ranks, joined
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, one_line, printable, refuse, suggestion
 from mergekit_slta.files import PARTIAL_OF_MERGE, RECIPE_OF_MERGE
@@ -72,6 +72,8 @@ def run(
             partial = Partial(Path(out) / PARTIAL_OF_MERGE)
             ours = partial.folder.parent.exists()  # an earlier merge by one of our methods, or one that is running
             with partial.held(Ranks()) if ours else nullcontext():
+                if ours:
+                    partial.refuse_layers_of_others({"method": name})
                 stock(merge_config, out, merge_options(options.model_dump(), merge_config.dtype), config_source)
                 open_to_others(Path(out))
                 if ours:
@@ -107,6 +109,8 @@ def _merge(stock: Callable[..., None], experiment: Experiment, out: str) -> None
             had = manifest.differences(earlier, manifest.describe(experiment)) if earlier else []
             if had:
                 click.echo(as_note(f"{folder} holds another merge, which had {listed(had)}; it is replaced."), err=True)
+            elif earlier and run_of(partial.folder) is None:
+                click.echo(as_note(f"{folder} already holds this merge, which is made again."), err=True)
         if ranks.first and (aside := set_aside(experiment, folder)):
             LOG.warning("Added .old to the names of files in %s that the merge replaces: %s.", folder, ", ".join(aside))
         merge.prepare(experiment, partial)

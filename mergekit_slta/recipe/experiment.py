@@ -22,7 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mergekit_slta.data.sources import CalibrationData, CalibrationSource, is_dataset, read_records, source_key
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import MachineError, SltaError, all_of, first_line, reading, refuse
-from mergekit_slta.files import digest, versions
+from mergekit_slta.files import commit, digest, versions
 from mergekit_slta.layers.decoder import Decoder
 from mergekit_slta.layers.trace import tail_problem, trace
 from mergekit_slta.levels import LEVELS
@@ -324,8 +324,11 @@ class Experiment:
         """
         adapters = [self.options.lora_merge_dtype] if any(one.reference.lora for one in self.checkpoints) else []
         stamps = digest([*(sorted(model.stamps.values()) for model in self.checkpoints), *adapters])
+        # A clone's state also differs by files that compute nothing.
+        known = versions() | ({"commit": "clone"} if commit().startswith("clone") else {})
         return {
-            "versions": versions(),
+            "method": self.recipe.config.merge_method,
+            "versions": known,
             "models": [model.fingerprint for model in self.checkpoints],
             "config": hashed_computation(self.base.config),
             "tokens": [samples.sha256 for samples in data],

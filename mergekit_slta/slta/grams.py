@@ -346,20 +346,15 @@ class Calibration(LayerMethod[Grams]):
 # A recipe's measurement
 
 
-def calibrate(
-    experiment: Experiment, levels: Sequence[str], partial: Partial | None, replacing: bool = True
-) -> Statistics:
-    """Measure an opened recipe's models on its prompts, but for the layers in a folder that this process holds.
-
-    Layers of another measurement in it are deleted, or refused unless ``replacing``.
-    """
+def calibrate(experiment: Experiment, levels: Sequence[str], partial: Partial | None) -> Statistics:
+    """Measure an opened recipe's models on its prompts, but for the layers in a folder that this process holds."""
     recipe, config, ranks = experiment.recipe, experiment.base.config, experiment.ranks
     require_calibration(recipe)
     data, names = experiment.load_data(recipe.tasks), published_names(recipe)
-    if partial is not None:
-        partial.begin(experiment.identity(data, levels=levels), ranks, replace=replacing, quiet=experiment.quiet)
     settings = recipe.settings_of(CalibrationSettings)
-    sources = [
+    if partial is not None:
+        partial.begin(experiment.identity(data, levels=levels), ranks, experiment.quiet)
+    described = [
         CalibrationInfo(source=source_name(drawn.source), template=task.template, sha256=drawn.sha256)
         for task, drawn in zip(recipe.tasks, data, strict=True)
     ]
@@ -373,8 +368,8 @@ def calibrate(
         levels=tuple(levels),
         base_model=names[0],
         models=tuple(names[1:]),
-        calibration=tuple(sources[: len(recipe.experts)]),
-        keep=sources[-1] if recipe.keep else None,
+        calibration=tuple(described[: len(recipe.experts)]),
+        keep=described[-1] if recipe.keep else None,
         samples=max(expert.samples for expert in recipe.experts),  # the hashes of the tokens tell the rest
         max_tokens=settings.max_tokens,
         seed=settings.seed,

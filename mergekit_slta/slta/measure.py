@@ -14,7 +14,8 @@ import click
 
 from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData
-from mergekit_slta.engine.partial import Partial
+from mergekit_slta.engine.partial import Partial, run_of
+from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import refuse
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
@@ -78,6 +79,7 @@ def statistics_of(
     levels = [level for level in LEVELS if level in named]
     source = os.fspath(path or "") or getattr(settings, "statistics", "")
     file = resolve_statistics(source, experiment.options.transformers_cache) if source else None
+    own = Partial(file.with_name(f"{file.name}.partial")) if file is not None and partial is None else None
     if file is not None:
         ranks.require_equal(file.is_file(), file.parent)
     if file is not None and file.is_file():
@@ -85,11 +87,16 @@ def statistics_of(
         if not experiment.quiet:
             click.echo(f"Note: {source} already holds the statistics of this recipe, so nothing is measured.", err=True)
         if partial is not None:
-            partial.begin({"statistics": source}, ranks, replace=True)
+            with ranks.one_refusal():
+                if ranks.first:
+                    partial.refuse_layers_of_others({"method": recipe.config.merge_method})
+            partial.begin({}, ranks, quiet=True)
+        if own and ranks.first and run_of(own.folder) is not None:  # a kill has left it
+            with own.held(Ranks()):
+                own.remove()
         return statistics
-    own = Partial(file.with_name(f"{file.name}.partial")) if file is not None and partial is None else None
     with own.held(ranks) if own else contextlib.nullcontext():
-        statistics = calibrate(experiment, levels, partial or own, replacing=own is None)
+        statistics = calibrate(experiment, levels, partial or own)
         if file is not None and ranks.first:
             statistics.save(file)
         ranks.wait()

@@ -110,7 +110,8 @@ def read_statistics(path: Path) -> Measured:
         info = Info.model_validate_json(metadata[METADATA_KEY])
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
-        raise SltaError(f"{path} has unusable metadata ({where}): download it or measure into another file.") from None
+        fix = "download it again, update mergekit-slta, or measure into another file"
+        raise SltaError(f"{path} has unusable metadata ({where}): {fix}.") from None
     task, tokens = tensors.pop("task"), tensors.pop("tokens")
     grams = {name.removeprefix(_GRAM): gram for name, gram in tensors.items()}
     measured = {name: grams[name] for name in sorted(grams, key=sort_key)}, task, tokens, info

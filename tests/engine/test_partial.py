@@ -56,11 +56,10 @@ def test_finished_layers_are_not_measured_again(
     assert same_tensors(grams, expected)
 
 
-@pytest.mark.parametrize("content", ["notes.txt", "layer-0000.safetensors", RUN])
+@pytest.mark.parametrize("content", ["notes.txt", "layer-0000.safetensors"])
 def test_a_folder_of_the_user_is_neither_taken_nor_removed(content: str, tmp_path: Path) -> None:
     (tmp_path / content).write_text('{"my own": 1}')
-    said = f"holds {content}, which no unfinished run writes|belongs to another measurement"
-    with pytest.raises(SltaError, match=said):
+    with pytest.raises(SltaError, match=f"holds {content}, which no unfinished run writes"):
         begun(tmp_path)
     assert (tmp_path / content).read_text() == '{"my own": 1}'
 
@@ -179,7 +178,7 @@ def test_the_folder_of_another_calibration_is_refused_and_left_alone(
     changes: dict[str, Any], levels: tuple[str, ...], word: str, family: Family, interrupted: Path
 ) -> None:
     before = {file: file.read_bytes() for file in partial_of(interrupted).iterdir()}
-    with pytest.raises(SltaError, match=f"belongs to another measurement .*different .*{word}"):
+    with pytest.raises(SltaError, match=f"holds . finished layers of another run .*different .*{word}"):
         measure(recipe(family, **changes), interrupted, levels)
     assert {file: file.read_bytes() for file in partial_of(interrupted).iterdir()} == before
     assert not interrupted.exists()

@@ -72,17 +72,14 @@ OTHER_MERGES: dict[str, Callable[[Family, Recipe], object]] = {
 
 
 @pytest.mark.parametrize("other", OTHER_MERGES)
-def test_the_layers_of_another_merge_are_deleted_which_is_said(
-    other: str, llama: Family, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_layers_of_another_merge_are_refused_and_left_alone(other: str, llama: Family, tmp_path: Path) -> None:
     first, second = (feature_recipe(llama, experts=[0, 1]) for _ in range(2))
     OTHER_MERGES[other](llama, second)
     solve(first, tmp_path)
     before = contents(tmp_path)
-    solve(second, tmp_path)
-    assert contents(tmp_path)["run.json"] != before["run.json"]
-    (said,) = [message for message in caplog.messages if message.startswith("The layers of another merge")]
-    assert said.endswith(f") in {tmp_path} were deleted.")
+    with pytest.raises(SltaError, match=r"finished layers of another run \(different .*\): finish that run, or delete"):
+        solve(second, tmp_path)
+    assert contents(tmp_path) == before
 
 
 def test_answers_count_more_than_prompts(llama: Family, tmp_path: Path) -> None:

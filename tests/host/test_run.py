@@ -173,8 +173,13 @@ def test_a_merge_by_mergekits_own_method_leaves_nothing_of_an_earlier_one(llama:
     out = tmp_path / "out"
     families.merge(families.recipe(llama, samples=2), out)
     (out / PARTIAL_OF_MERGE).mkdir()
-    (out / PARTIAL_OF_MERGE / "run.json").write_text("{}")
-    families.merge(families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5}), out)
+    (out / PARTIAL_OF_MERGE / "run.json").write_text('{"method": "featcal"}')
+    stock = families.recipe(llama, "task_arithmetic", calibration=False, per_expert={"weight": 0.5})
+    (layer := out / PARTIAL_OF_MERGE / "layer-0000.safetensors").touch()
+    with pytest.raises(SltaError, match=r"holds 1 finished layer of another run \(different method\): finish that run"):
+        families.merge(stock, out)
+    layer.unlink()
+    families.merge(stock, out)
     assert not (out / "mergekit-slta").exists()
 
 
@@ -200,6 +205,11 @@ def test_a_merge_on_known_statistics_that_ends_early_is_unfinished(
         families.merge(content, tmp_path / "out")
     with pytest.raises(SltaError, match="is not finished: run it again"):
         verify(Recipe(content), tmp_path / "out")
+    unfinished = tmp_path / "out" / PARTIAL_OF_MERGE
+    (unfinished / "run.json").write_text('{"method": "featcal"}')
+    (unfinished / "layer-0000.safetensors").touch()
+    with pytest.raises(SltaError, match=r"of another run \(different method\)"):
+        families.merge(content, tmp_path / "out")
 
 
 def test_statistics_that_do_not_fit_leave_a_finished_output_finished(llama: Family, tmp_path: Path) -> None:
