@@ -53,12 +53,12 @@ def merge_by_covariance(
     matrices: Sequence[torch.Tensor],
     ridge: float,
     weights: Sequence[float] | None = None,
-    systems: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The merged task matrix τ of one linear map from ``T`` task matrices [out, in], in at least ``PRECISION``.
 
-    ``ridge`` is above 0, ``weights`` are at least 0; by default every expert counts the same. Σ_t C_t is added to
-    ``systems`` [in, in].
+    ``ridge`` is above 0, ``weights`` are at least 0; by default every expert counts the same. S is added to
+    ``into`` [in, in].
     """
     weights = [1.0] * len(matrices) if weights is None else weights
     mean = weighted_mean(matrices, weights)
@@ -79,8 +79,8 @@ def merge_by_covariance(
         else:
             change.addmm_(exact - reference, of_task)
         del exact, of_task  # the next of_task would be beside this one
-    if systems is not None:
-        systems += total
+    if into is not None:
+        into += total
     if len(matrices) == 1 or reference is None:
         return mean
     change.add_(mean - reference, alpha=add_ridge(total, ridge))

@@ -55,7 +55,7 @@ class LayerMaps:
 
     groups: tuple[MapGroup, ...]  # the maps to solve, in the order in which they feed each other
     unsolved: Mapping[str, str]  # why maps, and tensors that hold several in an unknown way, stay the anchor's; by name
-    kept: tuple[LinearMap, ...]  # the maps and matrices of these, and what no expert of a mixture uses
+    anchored: tuple[LinearMap, ...]  # the maps and matrices of these, and what no expert of a mixture uses
     writers: Mapping[str, Writer]  # of the layer, solved when all that the stream is the sum of before them is known
 
 
@@ -92,8 +92,8 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         previous = same
     known = {(linear_map.weight, linear_map.mixture_expert) for linear_map in every}
     stacks = {name: matrices_in(built, name) for name in expert_stacks(built)}
-    kept = [linear_map for linear_map in every if linear_map.name in unsolved]
-    kept += [part for parts in stacks.values() for part in parts if (part.weight, part.mixture_expert) not in known]
+    anchored = [linear_map for linear_map in every if linear_map.name in unsolved]
+    anchored += [part for parts in stacks.values() for part in parts if (part.weight, part.mixture_expert) not in known]
     unsolved |= {name: NO_ROUTES for name in stacks if (name, 0) not in known}
     modules = {module for group in groups if not group.fused for module in group.modules}
     writers = find_writers(decoder, layer)
@@ -101,7 +101,7 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
     writers = {
         module: one for module, one in writers.items() if module in modules and one.stream.keys() <= known_sources
     }
-    return LayerMaps(tuple(groups), unsolved, tuple(kept), writers)
+    return LayerMaps(tuple(groups), unsolved, tuple(anchored), writers)
 
 
 def in_words(unsolved: Mapping[str, str]) -> str:

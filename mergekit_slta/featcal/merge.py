@@ -1,23 +1,25 @@
 """featcal: every linear map by least squares, layer by layer in the order of the forward pass.
 
-After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is the merge by ``actmat``, a method that needs no data; the
-solution stays near a point beyond it. ``solve_model`` begins, with the samples' token ids, and
-``SolvedModel`` gives mergekit each tensor from the folder of solved layers.
+After RegMean++ and FeatCal (arXiv 2605.13030). The anchor is what ``actmat``, which needs no data, makes of
+each matrix that the model has (for adapters with another ridge); the solution stays near a point beyond it.
+``solve_model`` begins, with the samples' token ids, and ``SolvedModel`` gives mergekit the tensors in the folder of
+solved layers.
 
 Each sample of task t is in two hidden-state streams: the merged model's, and expert t's own. The engine's loop brings
 both to a layer; then
 
-1. the merged layer starts as the experts' mean, and maps that are not solved become the anchor's;
-2. for each group of maps that read the same input, in the order in which they feed each other: the merged model's layer
-   runs as far as the group, and the expert's past it, the group's maps become the anchor's, and are solved;
+1. the merged layer starts as the experts' mean, and maps that are in no group become the anchor's;
+2. for each group of maps that read the same input, in the order in which they feed each other: its maps become the
+   anchor's, the merged model's layer runs as far as the group, and the expert's past it, and the group is solved;
 3. the merged layer runs to its end, and its tensors are written.
 
 The output head comes last. A map of a group, with inputs x of the merged stream and x_t of expert t's, base model's
 W_0, anchor W_a, and expert t's own W_t and b_t, becomes
 
     W = argmin  sum_t s_t sum_x w_x |W x - y_t|^2 + ridge * trace(D H D^T),   y_t = W_t x_t + d_t / 2
-    D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)       (for the head W_n = W_a)
-    b = b_a + (m - b_a) / (1 + ridge^2),  m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
+    D = W - W_n,  W_n = W_0 + 3/2 (W_a - W_0)       (for the head the mean)
+    b = b_a + (m - b_a) / (1 + ridge^2),  b_a the experts' mean bias,
+        m the mean of b_t + y_t - W x over all tokens, weighted by s_t w_x
 
 For a map that adds to the residual stream (a ``Writer`` of ``decoder.py``), d_t is what expert t's stream has before
 the map and the merged model's lacks, so that the map corrects half of what the maps before it have missed; for other
@@ -45,7 +47,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, starmap
+from itertools import accumulate, pairwise, starmap
 from typing import Any
 
 import torch
@@ -65,7 +67,7 @@ from mergekit_slta.layers.calls import head_input
 from mergekit_slta.layers.decoder import INPUT, Decoder, LayerRun, Writer, hidden_of
 from mergekit_slta.layers.maps import LinearMap, RoutedInputs, fused_hidden, is_numbered, routed_inputs
 from mergekit_slta.layers.trace import of_each_layer, on_device, tail_problem
-from mergekit_slta.models.checkpoint import Blend, ExpertStack, Source, Tensors, in_a_file, stack_of, task_vector
+from mergekit_slta.models.checkpoint import Blend, ExpertStack, Source, Tensors, empty_file, stack_of, task_vector
 from mergekit_slta.models.layout import Layout
 from mergekit_slta.numerics.symmetric import add_ridge
 from mergekit_slta.recipe.experiment import Experiment
@@ -77,7 +79,7 @@ MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's
 
 # Of the anchor and the prior. A few prompts of adapters leave most directions of the input to the prior, and so need
 # more of it than those of full fine-tunes, whose ridge is 0.03; without prompts, ``actmat`` takes 3.
-RIDGE_OF_ADAPTERS = 0.3
+ANCHOR_RIDGE_OF_ADAPTERS = 0.3
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
 # larger, each in the directions of its own task.
 BEYOND = 1.5
@@ -98,7 +100,7 @@ def feature_merge_bytes(decoder: Decoder, models: int, tasks: Tasks) -> int:
     positions, longest = max(map(math.prod, batches)), max(length for _, length in batches)
     number, width = memory.NUMBER, memory.hidden_size(decoder)
     anchor = max(
-        number * ((models - 1) * rows * columns + columns**2) + matrix_bytes(rows, columns) for rows, columns in maps
+        number * (len(tasks) * rows * columns + columns**2) + matrix_bytes(rows, columns) for rows, columns in maps
     )
     adding, solving = map(max, zip(*(regression_bytes(*shape, tokens) for shape in maps), strict=True))
     # Of a batch on its way: what waits of it, again; outputs of both sides' children; the running side's input twice;
@@ -148,7 +150,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         share = torch.full((len(self.models) - 1,), 1 / sum(self.counts), dtype=torch.float64)
         self.mean = Blend(self.models, share)  # of the experts, in which the base model counts kappa times
         adapters = are_adapters(*(model.reference for model in self.models))
-        self.anchor_ridge = RIDGE_OF_ADAPTERS if adapters else ACTMAT_RIDGE
+        self.anchor_ridge = ANCHOR_RIDGE_OF_ADAPTERS if adapters else ACTMAT_RIDGE
         # Each task's own model, by its place among the models: the expert, or the base model if it has a task.
         self.owners = [*range(1, len(self.models)), 0][: len(self.tasks)]
         # For each token the number of its sample, by content, so that the order of a draw chooses no ridge.
@@ -176,11 +178,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         merging = _Layer(self, layer, tensors, streams)
         for group in self.maps[layer].groups:
             self.stage = f", {group}"
-            if group.fused:
-                merging.solve_routed(group, report)
-            else:
-                tokens = functools.partial(merging.tokens, group, report)
-                merging.solve(group.maps, lambda task: starmap(tokens, streams.batches_of(task)), streams.tokens)  # noqa: B023
+            (merging.solve_routed if group.fused else merging.solve_group)(group, report)
         names = self.decoder.layer_tensors[layer]
         errors = merging.run_to_end()
         if merging.unsolved:
@@ -265,20 +263,22 @@ class _Layer:
 
     def __init__(self, merge: FeatureMerge, layer: int, tensors: Sequence[Tensors], streams: Streams) -> None:
         self.merge, self.layer, self.streams, self.maps = merge, layer, streams, merge.maps[layer]
-        (self.base, *self.experts), self.owners = tensors, [tensors[owner] for owner in merge.owners]
+        self.base, self.owners = tensors[0], [tensors[owner] for owner in merge.owners]
         # The layer's tensors: the experts' mean, in which one map after the other is replaced.
-        mean = merge.mean.of(tensors)
-        # The matrices of a mixture's experts that are read when they are used: written one by one.
-        stacks = {key: stack for key, stack in mean.items() if isinstance(stack, ExpertStack)}
-        self.stacks = {key: in_a_file(stack, merge.partial.folder) for key, stack in stacks.items()}
-        self.merged = mean | {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
+        self.merged = merge.mean.of(tensors)
+        # The matrices of a mixture's experts that are read when they are used: written one by one, before any is used.
+        stacks = {key: stack for key, stack in self.merged.items() if isinstance(stack, ExpertStack)}
+        self.stacks = {key: empty_file(stack, merge.partial.folder) for key, stack in stacks.items()}
+        self.merged |= {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
         groups = self.maps.groups
-        maps = [*self.maps.kept, *(linear_map for group in groups for linear_map in group.maps)]
+        maps = [*self.maps.anchored, *(linear_map for group in groups for linear_map in group.maps)]
         parted = {key for m in maps if m.mixture_expert is not None for key in (m.weight, m.bias) if key}
+        self.parted = dict(self.stacks)  # the tensors of these that are written part by part
         for key in parted - self.stacks.keys():
-            self.merged[key] = self.merged[key].clone()  # which may be the base model's own
-        for linear_map in self.maps.kept:
-            self._anchor([linear_map])
+            tensor = self.merged[key]  # a tensor that no expert has changed is the base model's own
+            self.merged[key] = self.parted[key] = tensor.clone() if tensor is self.base[key] else tensor
+        for linear_map in self.maps.anchored:
+            self._anchor(linear_map)
         self.unsolved: list[str] = []  # maps that stay the anchor's, and why
         # By the module at which a group begins, that of the group after it.
         self._next: dict[str | None, str] = {group.module: after.module for group, after in pairwise(groups)}
@@ -336,60 +336,62 @@ class _Layer:
         parts = [factor * (hidden_of(owner[name]) - hidden_of(merged[name])) for name, factor in stream.items()]
         return functools.reduce(torch.add, parts) if parts else None
 
-    def solve(self, maps: Sequence[LinearMap], tokens_of: Callable[[int], Iterable[Tokens]], expected: int) -> None:
-        """Put new tensors of maps of one input in place, if there are any.
+    def solve_group(self, group: MapGroup, report: Progress) -> None:
+        """Solve maps of one input, on all tokens."""
+        tokens, streams = functools.partial(self.tokens, group, report), self.streams
+        self.solve(group.maps, lambda task: starmap(tokens, streams.batches_of(task)), streams.tokens)
 
+    def solve(self, maps: Sequence[LinearMap], tokens_of: Callable[[int], Iterable[Tokens]], expected: int) -> None:
+        """Put W_a of maps of one input in place, then their solution, if there is one.
+
+        The prior is the sum of the maps' S (``covariance.py``), with the ridge, and a unit mean diagonal.
         ``tokens_of`` gives a task's tokens, of which this process has so many ``expected`` ones in all.
         """
         names, mixture_expert = ", ".join(linear_map.name for linear_map in maps), maps[0].mixture_expert
-        anchor, prior = self._anchor(maps)
-        near = torch.lerp(torch.cat([linear_map.matrix(self.base) for linear_map in maps]), anchor, BEYOND)
+        inputs = self.base[maps[0].weight].shape[-2 if maps[0].transposed else -1]
+        total, prior = torch.zeros(inputs, inputs, device=self.merge.decoder.device), None
+        parts = [self._anchor(linear_map, total) for linear_map in maps]
+        sizes, near = [len(part) for part in parts], torch.cat(parts)
+        del parts  # which must not wait beside the tokens
+        if total.any():  # or else no expert has changed any of the maps
+            add_ridge(total, self.merge.anchor_ridge)
+            prior = total.div_(total.diagonal().mean())
         regression = RidgeRegression(near, self.merge.ridge, prior=prior, tokens=expected, ranks=self.merge.ranks)
         regression.add_tasks(self.merge.counts, tokens_of)
         if mixture_expert is not None and regression.tokens < ENOUGH_TOKENS * near.shape[1]:
             self.unsolved.append(f"{names} ({regression.tokens} tokens)")
             return
         change = regression.solve()
-        LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
         if change.ridge is None:
             self.unsolved.append(f"{names} (their inputs are not finite)")
             return
-        end = 0
-        for linear_map in maps:
-            rows = slice(end, end + len(linear_map.matrix(self.base)))
-            end = rows.stop
-            solved = {linear_map.weight: linear_map.stored((near[rows] + change.matrix[rows]).to(near.dtype))}
+        LOG.info("Layer %d: %s solved with a ridge of %s", self.layer, names, change.ridge)
+        for linear_map, end, size in zip(maps, accumulate(sizes), sizes, strict=True):
+            rows = slice(end - size, end)
+            solved = {linear_map.weight: linear_map.stored(near[rows] + change.matrix[rows])}
             biases = [linear_map.offset(tensors) for tensors in (self.merged, *self.owners)]
             if linear_map.bias is not None and (bias := biases[0]) is not None:
                 solved[linear_map.bias] = change.offset(bias, torch.stack(biases[1:]), rows)  # type: ignore[arg-type]
             for key, tensor in solved.items():
                 self._put(linear_map, key, tensor)
 
-    def _anchor(self, maps: Sequence[LinearMap]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Put ``actmat``'s merge W_a of maps of one input in place; returns it [out, in], and the prior P [in, in].
-
-        The prior is the sum of the systems that were solved, with the ridge and a unit mean diagonal; None where no
-        expert has changed a map.
-        """
-        merge, anchors, bases = self.merge, [], [linear_map.matrix(self.base) for linear_map in maps]
-        systems = bases[0].new_zeros(bases[0].shape[1], bases[0].shape[1])
-        for linear_map, base in zip(maps, bases, strict=True):
-            experts = (linear_map.matrix(tensors) for tensors in self.experts)
-            task_vectors = [task_vector(matrix, base) for matrix in (*experts, base)][: len(merge.counts)]
-            change = merge_by_covariance(task_vectors, merge.anchor_ridge, merge.counts, systems)
-            anchors.append(base + change.to(base.dtype))
-            self._put(linear_map, linear_map.weight, linear_map.stored(anchors[-1]))
-        if not systems.any():
-            return torch.cat(anchors), None
-        add_ridge(systems, merge.anchor_ridge)
-        return torch.cat(anchors), systems.div_(systems.diagonal().mean())
+    def _anchor(self, linear_map: LinearMap, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Put ``actmat``'s W_a of a map in place, and return W_n [out, in]; the map's S is added to ``into``."""
+        merge, base = self.merge, linear_map.matrix(self.base)
+        task_vectors = [
+            torch.zeros_like(base) if owner is self.base else task_vector(linear_map.matrix(owner), base)
+            for owner in self.owners
+        ]
+        anchor = base + merge_by_covariance(task_vectors, merge.anchor_ridge, merge.counts, into)
+        self._put(linear_map, linear_map.weight, linear_map.stored(anchor))
+        return torch.lerp(base, anchor, BEYOND)
 
     def _put(self, linear_map: LinearMap, key: str, tensor: torch.Tensor) -> None:
         """Set a tensor of the merged layer, or of one that holds a mixture's experts the expert's part."""
         if linear_map.mixture_expert is None:
             self.merged[key] = tensor
         else:
-            self.stacks.get(key, self.merged[key])[linear_map.mixture_expert] = tensor
+            self.parted[key][linear_map.mixture_expert] = tensor
 
     def solve_routed(self, group: MapGroup, report: Progress) -> None:
         """Solve a mixture's experts one by one, each on the tokens that the merged model sends to it."""
@@ -542,7 +544,7 @@ class SolvedModel:
         self.language = {stored for stored, piece in layout.pieces.items() if language.issuperset(piece.targets)}
 
     def tensor(self, stored: str) -> torch.Tensor | None:
-        """A float32 tensor by its name in mergekit's plan; None for the anchor's tensors outside the layers."""
+        """A float32 tensor by its name in mergekit's plan; None for one that is not in the folder."""
         piece = self.layout.pieces.get(stored)
         if piece is None:
             return None

@@ -70,15 +70,15 @@ class Change:
     shares: torch.Tensor  # each task's weight [T] in that mean
     ridge: float | None  # that was used; None where the equations cannot be solved, as with inputs that are not finite
 
-    def offset(self, anchor: torch.Tensor, biases: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """The bias of some rows: with the mean residual for a small ridge, the anchor's for an endless one.
+    def offset(self, usual: torch.Tensor, biases: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """The bias of some rows: with the mean residual for a small ridge, the usual one for an endless one.
 
-        From the bias of the anchor [rows], and those of each task's own model [T, rows].
+        From the experts' mean bias [rows], the usual one, and those of each task's own model [T, rows].
         """
         if not self.shares.any():  # every input was zero
-            return anchor
-        mean = self.shares @ biases.to(self.shares.dtype) + self.mean[rows] - anchor
-        return (anchor + mean / (1 + (self.ridge or 0.0) ** 2)).to(anchor.dtype)
+            return usual
+        mean = self.shares @ biases.to(self.shares.dtype) + self.mean[rows] - usual
+        return (usual + mean / (1 + (self.ridge or 0.0) ** 2)).to(usual.dtype)
 
 
 @dataclass

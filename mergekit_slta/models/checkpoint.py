@@ -151,7 +151,7 @@ class ExpertStack(torch.Tensor):
         return made
 
     def whole(self) -> torch.Tensor:
-        whole = torch.empty(self.shape, device=self.device)
+        whole = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         for index in range(len(whole)):
             whole[index] = self.part(index)
         return whole
@@ -176,16 +176,13 @@ def stack_of(host: torch.Tensor, device: torch.device) -> ExpertStack:
     return ExpertStack(host.shape, device, lambda mixture_expert: host[mixture_expert].to(device))
 
 
-def in_a_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
-    """A copy of a mixture's matrices in a mapped temporary file of a folder, whose space is freed with the tensor."""
+def empty_file(stack: ExpertStack, folder: Path) -> torch.Tensor:
+    """Room for a stack's numbers, zeros, in a mapped temporary file of a folder, which is freed with the tensor."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.truncate(nbytes := stack.numel() * stack.dtype.itemsize)
         if hasattr(os, "posix_fallocate"):  # or a full disk would kill this process when it writes
             os.posix_fallocate(file.fileno(), 0, nbytes)
-        copy = torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
-    for mixture_expert in range(len(copy)):
-        copy[mixture_expert] = stack[mixture_expert]
-    return copy
+        return torch.from_file(file.name, shared=True, size=stack.numel(), dtype=stack.dtype).view(stack.shape)
 
 
 # theta_0 + sum_t alpha_t tau_t: tensors of the base model plus weighted task vectors tau_t = theta_t - theta_0
