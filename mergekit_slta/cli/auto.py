@@ -23,11 +23,12 @@ from pydantic import TypeAdapter
 
 from mergekit_slta import __version__, files
 from mergekit_slta.checks.examine import examine, first_sample, none_to_evaluate
-from mergekit_slta.checks.space import asking, needs
+from mergekit_slta.checks.space import asking, needs, not_overwritten
 from mergekit_slta.errors import MachineError, SltaError, as_note, is_disk_full, one_line, refuse
 from mergekit_slta.evaluation.evaluate import BASE, FEW, Comparison, TaskComparison, interval, lead, own_model
 from mergekit_slta.evaluation.scores import lacking
 from mergekit_slta.models.headers import open_model
+from mergekit_slta.output.companions import finish_folder
 from mergekit_slta.recipe.experiment import Experiment
 from mergekit_slta.recipe.new import answer_files, ask_arguments, new_recipe, require_sources
 from mergekit_slta.recipe.recipe import Recipe
@@ -135,6 +136,8 @@ class Plan:
             where = f"(The recipe with these settings is {file}: after an edit, give the same command again.)"
             other = f"{file} is of another command: delete it, and it is written anew, for you to edit."
             raise type(error)(*error.sentences, where if written else other) from error
+        for step in self.merges.values():  # an expert may be a merge of an earlier run
+            not_overwritten(map(experiment.model, experiment.recipe.references), step.output)
         return experiment
 
     def described(self, experiment: Experiment) -> Iterator[str]:
@@ -176,6 +179,11 @@ class Run:
         """Whether a step's output is there, made by the same command from the same inputs, or answers by the user."""
         made = self._marks.get(str(step.output), step.mark if step.command[0] == "ask" else "")
         return step.output.exists() and made == step.mark
+
+    def outdated(self) -> list[str]:
+        """The merges that an earlier run has finished, of which another version, command or input is wanted now."""
+        merges = {str(step.output): step.mark for step in self._plan.merges.values()}
+        return [output for output, mark in merges.items() if self._marks.get(output, mark) != mark]
 
     def take(self, step: Step, without: Collection[str] = ()) -> None:
         """Run a step, unless it is done; words of its command may be left out."""
@@ -220,8 +228,13 @@ class Run:
         if not (quiet or self._quiet):
             click.echo(line, err=True)
 
-    def make(self, keep: bool = False) -> Verdict:
-        """Take all steps, and judge the merges.
+    def _tokenizer_of(self, merge: str) -> list[object]:
+        """What a merge's recipe says of its tokenizer."""
+        config = Recipe.load(self._plan.recipes[merge].output).config
+        return [config.tokenizer, config.tokenizer_source, config.chat_template]
+
+    def make(self, experiment: Experiment, keep: bool = False) -> Verdict:
+        """Take all steps, and judge the merges; ``experiment`` is the main merge's.
 
         A rival that fails is reported and left out. The rivals' models are deleted once they are scored, but for the
         one that the verdict recommends, unless all are to ``keep``.
@@ -231,10 +244,14 @@ class Run:
             self.take(step)
         if not (scored := self.is_done(plan.scores) and self.is_done(plan.merges[MERGE])):
             self._marks.pop(str(plan.scores.output), None)  # which are in a merge's manifest, too
+        unfinished: dict[str, list[str]] = {}  # what is left to do in the folders of rivals
         for name, step in plan.merges.items() if not scored else ():
             try:
                 self.take(step)
                 if name != MERGE:
+                    if self._tokenizer_of(name) == self._tokenizer_of(MERGE):
+                        # mergekit's own methods write a folder that other programs read only in part.
+                        unfinished[name] = finish_folder(experiment, step.output)
                     reference = ModelReference(model=ModelPath(path=str(step.output)))
                     refuse(lacking(open_model(reference, "--trust-remote-code" in plan.options)))
             except Exception as error:
@@ -247,17 +264,18 @@ class Run:
                 self.say(f"{name} failed and is left out ({one_line(error)}).{again}")
         self.take(plan.scores, {str(step.output) for step in plan.merges.values() if not self.is_done(step)})
         judged = verdict(TypeAdapter(Comparison).validate_json(plan.scores.output.read_bytes()), plan)
-        ours, theirs = (Recipe.load(plan.recipes[name].output).config for name in (MERGE, judged.best))
-        same = ("tokenizer", "tokenizer_source", "chat_template")  # entries of the recipe
-        if any(getattr(ours, key) != getattr(theirs, key) for key in same):
-            file = plan.recipes[judged.best].output
-            said = f"{file} sets another tokenizer or chat template than that of {MERGE}: edit it, and run auto again."
-            judged = judged._replace(lines=[*judged.lines[:-1], said, judged.lines[-1]])
-        for name, step in plan.merges.items():
-            if not keep and name not in (MERGE, judged.best) and step.output.exists():
+        said = unfinished.get(judged.best, [])
+        if self._tokenizer_of(judged.best) != self._tokenizer_of(MERGE):
+            another = f"{plan.recipes[judged.best].output} sets another tokenizer or chat template than that of {MERGE}"
+            said = [f"{another}: edit it, and run auto again."]
+        judged = judged._replace(lines=[*judged.lines[:-1], *said, judged.lines[-1]])
+        others = [step for name, step in plan.merges.items() if name not in (MERGE, judged.best)]
+        for step in others if not keep else ():
+            if step.output.exists():
                 self._marks.pop(str(step.output), None)  # half of it may stay
                 self._save()
                 shutil.rmtree(step.output, ignore_errors=True)
+                self.say(f"{step.output}, which is not taken, was deleted (--keep keeps it).")
         self.say("\n".join(judged.lines), quiet=True)  # the caller prints them
         return judged
 

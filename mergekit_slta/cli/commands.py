@@ -18,6 +18,7 @@ from mergekit_slta.data.prompts import TOPICS, general_prompts
 from mergekit_slta.errors import SltaError, as_note, files_named, interruptible, printable
 from mergekit_slta.recipe.new import ADAPTER_OPTION, METHODS, new_recipe
 from mergekit_slta.tables import known_names
+from mergekit_slta.words import enumerated
 
 INTERRUPTED = 130  # what shells report of a program that Ctrl-C has ended
 
@@ -123,12 +124,14 @@ def auto(base: str, experts: tuple[str, ...], folder: Path, keep: bool, dry_run:
     experiment = planned.checked(applied(options), written, dry_run)
     planned.options = [*experiment.same_options(), *["--quiet"] * options["quiet"]]
     lines = "\n".join(planned.described(experiment)).splitlines()
+    if outdated := run.outdated():
+        lines.append(f"Made again, because a version, the command or an input differs: {enumerated(outdated)}.")
     for line in lines:
         click.echo(line, err=True)
     if dry_run:
         return Result({"lines": lines})
     with interruptible("goes on after the steps that are finished", "the same auto command"):
-        judged = run.make(keep)
+        judged = run.make(experiment, keep)
     return Result(judged._asdict(), "\n".join(judged.lines))
 
 

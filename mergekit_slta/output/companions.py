@@ -145,7 +145,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 def set_aside(experiment: Experiment, folder: Path) -> list[str]:
     """Add ``.old`` to the names of the files that a merge would replace and that no merge has written; their names."""
     options, ours = experiment.options, (files.RECIPE_OF_MERGE, files.MANIFEST_OF_MERGE)
-    known = run_of(folder / files.PARTIAL_OF_MERGE) or any((folder / name).is_file() for name in ours)
+    known = run_of(folder / files.PARTIAL_OF_MERGE) is not None or any((folder / name).is_file() for name in ours)
     strange = [folder / CARD] if options.write_model_card and not _is_card(folder / CARD) else []
     if not known:
         others = [file for pattern in ("config.json", GENERATION, *PROCESSOR) for file in folder.glob(pattern)]
@@ -156,8 +156,9 @@ def set_aside(experiment: Experiment, folder: Path) -> list[str]:
 
 
 def _is_card(file: Path) -> bool:
-    """Whether a merge has written a model card."""
-    return file.is_file() and "mergekit" in file.read_text(encoding="utf-8", errors="replace")
+    """Whether a merge has written a model card, to which nobody has added a license."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return "mergekit" in text and "\nlicense:" not in text
 
 
 def open_to_others(folder: Path) -> None:

@@ -121,7 +121,9 @@ def test_only_finished_steps_and_the_users_own_answers_are_done(here: None) -> N
     auto.Run(plan, print, quiet=True).take(step)
     assert auto.Run(plan, killed).is_done(step)
     mark, text = step.mark, recipe.output.read_text()
+    assert auto.Run(plan, killed).outdated() == []
     recipe.output.write_text(f"{text}\n")
+    assert auto.Run(plan, killed).outdated() == ["out/merged/featcal"]
     with pytest.raises(KeyboardInterrupt):
         auto.Run(plan, killed, quiet=True).take(step)
     assert mark not in Path("out/steps.json").read_text()
@@ -153,10 +155,15 @@ def test_experts_that_hardly_interfere_need_only_the_simple_merge(models: family
     lines = models.calibration["sums"].read_text().splitlines(keepends=True)
     models.calibration["sums"].write_text("".join(lines[:100]))
     models.calibration["strings"].write_text("".join(lines[100:]))
-    said = run(*arguments(models, "sums", "strings", strings=copied)).stdout
+    made = run(*arguments(models, "sums", "strings", strings=copied))
+    said = made.stdout
+    assert "out/merged/actmat, which is not taken, was deleted (--keep keeps it)." in made.stderr
     assert "not better than task_arithmetic-0.5 by more than chance" in said
     assert "Next: read some replies of task_arithmetic-0.5, then publish it, since it has 0.9 or more" in said
-    assert Path("out/merged/task_arithmetic-0.5").is_dir()
+    merged = Path("out/merged/task_arithmetic-0.5")
+    assert "rope_theta" in (merged / "config.json").read_text()  # which mergekit's own merges lack
+    again = run(*arguments(models, "sums", "strings", strings=merged), code=1).stderr
+    assert f"{merged} is the folder of" in again and again.endswith("would overwrite: name another folder.\n")
 
 
 def test_an_expert_that_changes_nothing_is_left_out(models: family.Family) -> None:

@@ -125,9 +125,11 @@ def test_what_no_merge_has_written_is_set_aside(
     assert (out / "notes.txt").read_text() == "stays"
     (said,) = (record.getMessage() for record in caplog.records if ".old" in record.getMessage())
     assert said == f"Added .old to the names of files in {out} that the merge replaces: {', '.join(sorted(names))}."
-    (out / "README.md").write_text("my own words")
-    families.merge(recipe, out, **written)
-    assert (out / "README.md.old2").read_text() == "my own words" and "README.md (.old2)" in caplog.text
+    licensed = (out / "README.md").read_text().replace("---\n", "---\nlicense: mit\n", 1)
+    for number, text in ((2, "my own words"), (3, licensed)):
+        (out / "README.md").write_text(text)
+        families.merge(recipe, out, **written)
+        assert (out / f"README.md.old{number}").read_text() == text and f"README.md (.old{number})" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["slta", "sftm", "linear"])
