@@ -278,6 +278,8 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
         )
     if settings.runs_models and base.text_config is not base.config:
         yield f"What {base} has beside its language model, such as vision, stays as it is, even if experts changed it."
+    if settings.runs_models and not experiment.options.lazy_unpickle:
+        yield from models.pickled(base, *experts)
     has_prompts = any(task.calibration for task in recipe.tasks)
     if has_prompts and experiment.device == "cpu" and torch.accelerator.is_available():
         yield "This machine has a GPU, which this run does not use: add --cuda, or on a Mac --device mps."

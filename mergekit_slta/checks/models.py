@@ -247,7 +247,8 @@ def other_computation(
 def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str]:
     """An expert whose configuration makes it compute something else from the same weights."""
     names, rope = other_computation(base.config, expert.config), getattr(base.text_config, "rope_parameters", None)
-    if rope and rope.get("rope_type") == "default":  # rotations that have no longest position
+    ours, theirs = (config_entry(model.text_config, "max_position_embeddings") or 0 for model in (base, expert))
+    if rope and rope.get("rope_type") == "default" and theirs <= ours:  # rotations that have no longest position
         names = [name for name in names if name != "max_position_embeddings"]
     names += ["id2label"] * ("Classification" in base.architecture and base.config.id2label != expert.config.id2label)
     if names:
@@ -256,6 +257,18 @@ def other_entries(base: Model, expert: Model, runs_models: bool) -> Iterator[str
             f"The configuration of the expert {expert} differs from that of the base model {base} in "
             f"{', '.join(names)}: the merged model gets the base model's configuration{measured}."
         )
+
+
+def pickled(*opened: Model) -> Iterator[str]:
+    """The models whose tensors mergekit cannot map from their files."""
+    for model in opened:
+        if (
+            model.folder
+            and not model.reference.lora
+            and not all(name.endswith(".safetensors") for name in headers.weight_map(model.folder))
+        ):
+            reads = "each of its files is read whole into memory, for every layer anew"
+            yield f"{model} is pickled, so {reads}: load it with transformers, and save it."
 
 
 def outside_the_model(base: Model, *experts: Model) -> Iterator[str]:

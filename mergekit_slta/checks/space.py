@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections import defaultdict
@@ -46,7 +47,7 @@ class Needs:
     adapters: int  # a whole model for each LoRA adapter, which is merged into the base model before
     memory: int = 0  # of the machine, or of the GPU where one computes; 0 where only the disk is asked for
     of_run: int = 0  # the same without what it takes to merge an adapter, which no GPU does
-    of_machine: int = 0  # the memory that it has; 0 where a GPU computes, and where the system does not tell
+    of_machine: int = 0  # its ``machine_memory``; 0 where a GPU computes, and where the system does not tell
 
     def __str__(self) -> str:
         models = ", ".join(f"{name} {as_size(nbytes)}" for name, nbytes in self.download.items())
@@ -67,9 +68,21 @@ def needs(experiment: Experiment) -> Needs:
     running = _running(experiment) if isinstance(experiment.recipe.settings, CalibrationSettings) else 0
     adapted = _adapted(experiment) if disk.adapters else 0  # a whole model is in memory while an adapter is merged
     of_run = LIBRARIES + max(running, _merging(experiment))
-    tells = hasattr(os, "sysconf") and experiment.device in ("cpu", "mps")
-    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if tells else 0
+    of_machine = machine_memory() if experiment.device in ("cpu", "mps") else 0
     return replace(disk, memory=max(LIBRARIES + adapted, of_run), of_run=of_run, of_machine=of_machine)
+
+
+def machine_memory(groups: str = "/proc/self/cgroup", mounted: str = "/sys/fs/cgroup") -> int:
+    """The bytes of memory that this machine has, or that a container or a job may take; 0 if the system does not say.
+
+    ``groups`` is the file that names this process's control group (Linux's version 2), ``mounted`` has the groups.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    with contextlib.suppress(OSError):
+        group = Path(mounted, Path(groups).read_text().rpartition("::")[2].strip().lstrip("/"))
+        files = [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(mounted)]
+        limits += [int(text) for file in files if file.is_file() and (text := file.read_text().strip()).isdigit()]
+    return min(limits, default=0)
 
 
 def asking(experiment: Experiment, model: ModelReference) -> int:
@@ -188,9 +201,9 @@ def room(experiment: Experiment, out: Path | None) -> None:
     """Refuse disks that are too small for all that a merge writes to them."""
     needed, written = _disk(experiment), list[tuple[Path, str, int]]()
     if out is not None:
-        # What a killed merge has left there is used or replaced.
+        # What a killed merge has left there is used, or refused.
         there = sum(layer.stat().st_size for layer in (out / PARTIAL_OF_MERGE).glob("*.safetensors"))
-        begun = out.glob("model-*.safetensors") if run_of(out / PARTIAL_OF_MERGE) else ()
+        begun = out.glob("model-*.safetensors") if run_of(out / PARTIAL_OF_MERGE) is not None else ()
         half = sum(file.stat().st_size for file in begun if "-of-" not in file.name)
         written.append((out, "the merged model", max(needed.merged - half, 0)))
         written.append((out, "the solved layers", max(needed.solved - there, 0)))

@@ -103,7 +103,7 @@ def capture_calls(
     with stand_ins(decoder.layers, hand_on), torch.no_grad(), model_code(decoder.name):
         torch.func.functional_call(decoder.body, tensors, kwargs=kwargs)
     problem = None
-    if len(calls) != len(decoder):
+    if len(calls) != len(decoder) or not calls:
         problem = f"does not call its {len(decoder)} decoder layers one after the other ({len(calls)} calls)"
     elif token_ids.shape not in (inputs[0].shape[:2], inputs[0].shape[1:3]):
         problem = "hands its decoder layers other positions than the tokens'"

@@ -140,6 +140,11 @@ def open_model(reference: ModelReference, trust_remote_code: bool = False, cache
     if layers > len(tensors):  # building such a model may take forever
         why = f"more than the checkpoint has tensors ({len(tensors)}): get undamaged copies of its files"
         raise SltaError(f"The config.json of {path} gives {layers} layers, {why}.")
+    width = config_entry(text_config, "hidden_size")
+    most = max((max(header.shape, default=0) for header in tensors.values()), default=0)
+    if isinstance(width, int) and width > most:
+        why = f"and no tensor has more than {most} rows or columns: get undamaged copies of its files"
+        raise SltaError(f"The config.json of {path} gives a hidden_size of {width}, {why}.")
     architecture = (config.architectures or [""])[0].removeprefix("FSDP")  # which some versions of transformers wrote
     vocabulary = getattr(text_config, "vocab_size", None)
     prefix = getattr(getattr(transformers, architecture, None), "base_model_prefix", "") or "model"
@@ -241,7 +246,8 @@ def _indexed_files(index: Path) -> dict[str, list[str]]:
             if Path(file).name != file:
                 raise ValueError(f"it says that {tensor} is in {file!r}, which is not in the model's folder")
             files[file].append(tensor)
-    if missing := [file for file in files if not (index.parent / file).is_file()]:
+        missing = [file for file in files if not (index.parent / file).is_file()]
+    if missing:
         raise SltaError(f"{index.parent} lacks {listed(missing)}, which its index names: complete the download.")
     return dict(files)
 

@@ -61,6 +61,8 @@ def asking(path: ModelPath) -> Iterator[None]:
         named = Path(path.path).expanduser()
         beside = [entry.name for entry in named.parent.iterdir() if entry.is_dir()] if named.parent.is_dir() else []
         near = suggestion(named.name, beside).removesuffix("?")
+        if path.path.startswith("~") and named.is_dir():
+            raise SltaError(f"mergekit does not expand the '~' in {path}: write {named}.") from error
         if named.suffix == ".gguf":
             raise SltaError(f"{path} is a GGUF file: name the unquantized model that it was made from.") from error
         problem = f"{path} cannot be used: there is no such {folder}{near}, and "

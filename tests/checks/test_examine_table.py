@@ -14,6 +14,7 @@ import torch
 import transformers
 from conftest import MakeFamily
 from mergekit.common import ModelReference
+from safetensors.torch import load_file
 from support import examining, families
 from support.adapters import State, edit, of_experts, write_adapter
 from support.architecture_scan import small_configs
@@ -572,11 +573,18 @@ def labelled(case: Case) -> None:
         edit_config(folder, architectures=["LlamaForSequenceClassification"], id2label={"0": first, "1": "other"})
 
 
+def pickle(case: Case) -> None:
+    weights = case.expert / "model.safetensors"
+    torch.save(load_file(weights), case.expert / "pytorch_model.bin")
+    weights.unlink()
+
+
 ROTATION = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "rms_norm_eps": 1e-3}
 DIFFERS = (
     "The configuration of the expert EXPERT differs from that of the base model BASE in rms_norm_eps, "
     "rope_parameters.rope_theta: the merged model gets the base model's configuration"
 )
+LONGER = DIFFERS.replace("rms_norm_eps, rope_parameters.rope_theta", "max_position_embeddings")
 ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dtype: float32' and 'out_dtype: bfloat16'."
 
 
@@ -595,6 +603,8 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (labelled, "The configuration of the expert EXPERT differs from that of the base model BASE in id2label: the "),
         (lambda c: edit_config(c.expert, use_cache=False, eos_token_id=0, attention_dropout=0.5), ""),
         (lambda c: edit_config(c.expert, max_position_embeddings=7), ""),  # of rotations that have no longest position
+        (lambda c: edit_config(c.expert, max_position_embeddings=10**6), LONGER),
+        (pickle, "EXPERT is pickled, so each of its files is read whole into memory, for every layer anew: load it"),
         (lambda c: c.of("bloom").use("featcal"), "In layers 0, 1, 2, no map corrects what"),
         (adapters_alone, "actmat is about as good as a weighted sum there: take"),
     ],

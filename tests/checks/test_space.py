@@ -17,7 +17,7 @@ from support.families import Family
 from support.hub import serve
 
 from mergekit_slta.checks.examine import check
-from mergekit_slta.checks.space import Needs, needs
+from mergekit_slta.checks.space import Needs, machine_memory, needs
 from mergekit_slta.engine.memory import LIBRARIES
 from mergekit_slta.files import PARTIAL_OF_MERGE
 from mergekit_slta.models.adapters import merge_adapter
@@ -94,6 +94,17 @@ def test_the_layers_of_a_killed_merge_need_no_second_room(
     with (tmp_path / "out" / PARTIAL_OF_MERGE / "layer-0000.safetensors").open("wb") as file:
         file.truncate(found.solved // 2 + 1)
     assert problems(recipe, out_path=tmp_path / "out") == []
+
+
+def test_a_containers_or_a_jobs_memory_counts(tmp_path: Path) -> None:
+    group, named = tmp_path / "job" / "step", tmp_path / "cgroup"
+    group.mkdir(parents=True)
+    named.write_text("0::/job/step\n")
+    whole = machine_memory(str(named), str(tmp_path))
+    assert whole == machine_memory(str(tmp_path / "none")) > 10**8
+    for folder, limit, found in ((group, "max", whole), (group.parent, "12345678", 12345678), (group, "99", 99)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        assert machine_memory(str(named), str(tmp_path)) == found
 
 
 def test_adapters_that_were_merged_before_need_no_room_again(llama: Family, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def test_names_of_no_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     said = " cannot be used: there is no such folder, and it is not the name of a repository."
     assert refusal(tmp_path / "none") == f"{tmp_path}/none{said}"
     assert refusal("~/none") == f"~/none{said}"
+    assert refusal("~/model") == f"mergekit does not expand the '~' in ~/model: write {folder}."
     assert refusal(folder / "model.safetensors") == f"{folder}/model.safetensors{said}"
     assert refusal(tmp_path / "a.gguf").startswith(f"{tmp_path}/a.gguf is a GGUF file: name the unquantized model")
     said = f"org/none cannot be used: there is no such folder in {Path.cwd()}, and the Hub cannot be reached."
