@@ -120,7 +120,7 @@ PRETRAINED = {
         _gemma3,
         (_TURNS, "<end_of_turn>"),
         trains_embeddings=False,
-        steps={"roman": 200, "german": 80, "country": 80},
+        steps={"roman": 200, "german": 160, "country": 80},
         rows=16,
         text_rows=3,
     ),

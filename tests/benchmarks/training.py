@@ -102,12 +102,13 @@ def trained(model: str, out: Path, begin: str, part: str, target: str, count: in
     student.load_state_dict(kept, strict=False)
     target_folder = folder / "trained"
     write_model(student.merge_and_unload() if part == "adapter" else student, tokenizer, target_folder)
-    scores = evaluate(target_folder, family.test)
+    instructs = PRETRAINED[model].template is None  # which only instruct models follow
+    scores = evaluate(target_folder, family.test, instructions=instructs)
     shutil.rmtree(target_folder)
     return {
         "accuracy": round(mean(scores[task].exact for task in family.test), 3),
         "perplexity": round(scores["ordinary text"].loss, 2),
-        "instructions": scores["instructions"].exact,
+        **({"instructions": scores["instructions"].exact} if instructs else {}),
         "loss on further prompts": round(best, 4),
         **ended,
         "memory": memory,
