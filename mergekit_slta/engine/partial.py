@@ -75,24 +75,26 @@ class Partial:
                     (self.folder / LOCK).unlink(missing_ok=True)
                 _remove_empty(self._made)
 
-    def refuse_layers_of_others(self, identity: Mapping[str, Any]) -> None:
-        """Refuse the finished layers of a run with another identity, which may have taken hours."""
+    def refuse_layers_of_others(self, identity: Mapping[str, Any]) -> bool:
+        """Refuse the finished layers of a run with other values, which may have taken hours.
+
+        Returns whether a run with these values has begun here.
+        """
         known, done = run_of(self.folder), len([*self.folder.glob("layer-*.safetensors")])
         changed = listed([key for key in identity if known is not None and known.get(key) != identity[key]])
         if changed and done:
             holds = f"{self.folder} holds {counted(done, 'finished layer')} of another run (different {changed})"
             raise SltaError(f"{holds}: finish that run, or delete the folder.")
+        return known is not None and not changed
 
     def begin(self, identity: Mapping[str, Any], ranks: Ranks, quiet: bool = False) -> None:
         """Write which run the folder belongs to, by values that JSON can hold; its finished layers are resumed.
 
-        A run that needs no layers has no values, and leaves those of a killed run what they are.
+        A run that needs no layers has the method as its value alone, and leaves a killed run's folder what it is.
         """
         identity = json.loads(json.dumps(identity))
         with ranks.one_refusal():
-            if ranks.first:
-                self.refuse_layers_of_others(identity)
-            if ranks.first and (identity or run_of(self.folder) is None):
+            if ranks.first and not self.refuse_layers_of_others(identity):
                 with _written(self.folder / RUN) as beside:
                     beside.write_text(json.dumps(identity, sort_keys=True, indent=1))
         if ranks.first and not quiet and (done := len([*self.folder.glob("layer-*.safetensors")])):

@@ -183,7 +183,7 @@ class FeatureMerge(LayerMethod[Tensors]):
         errors = merging.run_to_end()
         if merging.unsolved:
             LOG.warning("Layer %d: %s are merged as by actmat, not solved", layer, listed(merging.unsolved))
-        solved = {**merging.merged, **merging.stacks}
+        solved = {**merging.merged, **merging.parted}
         return {names[key]: tensor for key, tensor in solved.items()} | {LAYER_ERRORS: errors}
 
     def places_and_weights(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -266,17 +266,16 @@ class _Layer:
         self.base, self.owners = tensors[0], [tensors[owner] for owner in merge.owners]
         # The layer's tensors: the experts' mean, in which one map after the other is replaced.
         self.merged = merge.mean.of(tensors)
-        # The matrices of a mixture's experts that are read when they are used: written one by one, before any is used.
-        stacks = {key: stack for key, stack in self.merged.items() if isinstance(stack, ExpertStack)}
-        self.stacks = {key: empty_file(stack, merge.partial.folder) for key, stack in stacks.items()}
-        self.merged |= {key: stack_of(copy, stacks[key].device) for key, copy in self.stacks.items()}
         groups = self.maps.groups
         maps = [*self.maps.anchored, *(linear_map for group in groups for linear_map in group.maps)]
-        parted = {key for m in maps if m.mixture_expert is not None for key in (m.weight, m.bias) if key}
-        self.parted = dict(self.stacks)  # the tensors of these that are written part by part
-        for key in parted - self.stacks.keys():
-            tensor = self.merged[key]  # a tensor that no expert has changed is the base model's own
-            self.merged[key] = self.parted[key] = tensor.clone() if tensor is self.base[key] else tensor
+        self.parted = dict[str, torch.Tensor]()  # those of a mixture's experts, which are written part by part
+        for key in {key for m in maps if m.mixture_expert is not None for key in (m.weight, m.bias) if key}:
+            tensor = self.merged[key]
+            if isinstance(tensor, ExpertStack):  # read when it is used, which no part is before it is written
+                self.parted[key] = empty_file(tensor, merge.partial.folder)
+                self.merged[key] = stack_of(self.parted[key], tensor.device)
+            else:  # a tensor that no expert has changed is the base model's own
+                self.merged[key] = self.parted[key] = tensor.clone() if tensor is self.base[key] else tensor
         for linear_map in self.maps.anchored:
             self._anchor(linear_map)
         self.unsolved: list[str] = []  # maps that stay the anchor's, and why

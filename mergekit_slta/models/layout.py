@@ -217,12 +217,6 @@ class Layout:
         assert source is not None
         return source.converter is None or _by_expert(source.converter) or _may_turn(source.converter)
 
-    def pieces_of(self, target: str, mixture_expert: int | None = None) -> list[Piece]:
-        """The stored tensors that make a tensor of the model, or the part of a mixture's expert."""
-        source = self._source(target)
-        assert source is not None
-        return [one for one in source.pieces if mixture_expert is None or one.mixture_expert in (None, mixture_expert)]
-
     def read(self, target: str, load: Load, mixture_expert: int | None = None) -> torch.Tensor:
         """Read a tensor of the model, which must be there, or the part of a mixture's expert, from the stored ones."""
         source = self._source(target)
@@ -232,7 +226,8 @@ class Layout:
             part = whole if mixture_expert is None else whole[mixture_expert]
             return part.mT if turned else part
         one = mixture_expert is not None and _by_expert(source.converter)
-        parts = self.pieces_of(target, mixture_expert)
+        wanted = (None, mixture_expert)
+        parts = [piece for piece in source.pieces if mixture_expert is None or piece.mixture_expert in wanted]
         pieces = [(piece.pattern, piece.stored, partial(load, piece.stored)) for piece in parts]
         tensors = self._converted(source.converter, source.targets[0], pieces)
         whole = tensors[next(name for name in (target, *source.targets) if name in tensors)]

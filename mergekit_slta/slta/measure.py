@@ -87,10 +87,7 @@ def statistics_of(
         if not experiment.quiet:
             click.echo(f"Note: {source} already holds the statistics of this recipe, so nothing is measured.", err=True)
         if partial is not None:
-            with ranks.one_refusal():
-                if ranks.first:
-                    partial.refuse_layers_of_others({"method": recipe.config.merge_method})
-            partial.begin({}, ranks, quiet=True)
+            partial.begin({"method": recipe.config.merge_method}, ranks, quiet=True)
         if own and ranks.first and run_of(own.folder) is not None:  # a kill has left it
             with own.held(Ranks()):
                 own.remove()
