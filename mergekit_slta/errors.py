@@ -118,7 +118,7 @@ def files_named(then: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            fix = "merge fewer experts, with 'dtype: bfloat16' or without a GPU; `ask` needs memory for a whole model"
+            fix = "merge fewer experts, or without a GPU; `ask` needs memory for a whole model"
             raise MachineError(f"Memory ran out ({first_line(error)}): {fix}.") from error
         # safetensors and torch have errors of their own for files that they cannot open or write.
         of_library = type(error).__name__ == "SafetensorError" or str(error).startswith("unable to ")

@@ -37,6 +37,7 @@ ROW_NAME_LENGTH = 20
 LEGEND_LENGTH = 50  # of a row of the legend
 # Of more rows or columns of a heat map than these, not every one is named.
 MOST_NAMES, MOST_COLUMN_NAMES = 20, 11
+WIDEST = 2.0  # values beyond it, and beyond its negative, have its colour, so that one of 25 does not whiten the others
 MOST_NUMBERED = 8  # cells show no numbers where there are more columns
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -129,12 +130,13 @@ def line_chart(
 def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_label: str) -> Figure:
     """Heat maps below each other with one scale of colours, and numbers in the cells if there is room.
 
-    The colours part at 0. Those of the values above reach to the largest one, at least to 1; those below likewise.
+    The colours part at 0. Those of the values above reach to the largest, from 1 to ``WIDEST``; those below likewise.
     """
     with matplotlib.rc_context({**STYLE, "axes.grid": False, "axes.facecolor": MISSING}):
         figure, axes = _figure([0.55 + min(max(0.28 * len(matrix.rows), 0.8), 3.2) for matrix in matrices])
-        numbers = [value for matrix in matrices for row in matrix.values for value in row if math.isfinite(value)]
-        least, most = min([0.0, *numbers]), max([1.0, *numbers])
+        finite = (value for matrix in matrices for row in matrix.values for value in row if math.isfinite(value))
+        numbers = [0.0, 1.0, *finite]
+        least, most = max(min(numbers), -WIDEST), min(max(numbers), WIDEST)
         norm = TwoSlopeNorm(0, min(-1.0, least), most)
         for matrix, ax in zip(matrices, axes, strict=True):
             values = np.ma.masked_invalid(np.asarray(matrix.values, dtype=float))
@@ -145,7 +147,8 @@ def heat_map(matrices: Sequence[Matrix], *, x_label: str, y_label: str, value_la
             if len(matrix.columns) <= MOST_NUMBERED and len(matrix.rows) <= MOST_NAMES:
                 _number_cells(ax, image, values)
         axes[-1].set_xlabel(x_label)
-        bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02)
+        beyond = ("neither", "max", "min", "both")[(max(numbers) > WIDEST) + 2 * (min(numbers) < -WIDEST)]
+        bar = figure.colorbar(image, ax=list(axes), orientation="horizontal", aspect=30, pad=0.02, extend=beyond)
         bar.ax.set_xlim(least, most)
         bar.set_label(value_label)
         return figure

@@ -218,6 +218,17 @@ def test_integers_stay_integers(tmp_path: Path) -> None:
     assert torch.equal(written["table.ids"], numbers) and written["model.norm.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_what_is_stored_wide_is_written_unrounded(tensor: str, tmp_path: Path) -> None:
+    family = families.make_family(tmp_path, families.config_of("llama"), experts=2, dtype=torch.bfloat16)
+    for folder in family.folders:
+        edit_tensors(folder, lambda own: own.update({tensor: own[tensor].float() * 1.0001}))
+    wide, narrow = (
+        stored(merged(family, "featcal", tmp_path / name, out_dtype=name)) for name in ("float32", "bfloat16")
+    )
+    assert torch.equal(wide[tensor], narrow[tensor]) and narrow["lm_head.weight"].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("method", ["slta", "actmat"])
 def test_experts_that_are_stored_turned_are_merged_by_the_same_weights(method: str, tmp_path: Path) -> None:
     """transformers tells by the shapes alone how a Qwen3-VL mixture stores its experts."""

@@ -51,6 +51,12 @@ def test_values_below_0_differ_in_colour_and_from_those_above() -> None:
     assert min(np.abs(np.subtract(*pair)).max() for pair in ((far, near), (half, whole))) > 0.3
 
 
+def test_one_extreme_value_does_not_whiten_the_others() -> None:
+    matrix = Matrix("", [[-24.0, 25.0, 0.5]], ["a"], [*"123"])
+    image: Any = heat_map([matrix], x_label="x", y_label="y", value_label="v").axes[0].images[0]
+    assert image.norm(2.0) == 1.0 and image.norm(-2.0) == 0.0 and image.colorbar.extend == "both"
+
+
 def test_axes_begin_at_0_and_a_single_series_has_no_legend() -> None:
     for lowest, values in ((0.0, [0.8, 0.9]), (-0.2, [-0.2, 0.9])):
         figure = line_chart([Panel("", [Line("a", [0, 1], values)])], x_label="", y_label="")

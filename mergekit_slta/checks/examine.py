@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+import click
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -25,10 +26,11 @@ from mergekit_slta.data.sources import CalibrationData, is_dataset, parse_datase
 from mergekit_slta.engine.ranks import Ranks
 from mergekit_slta.errors import SltaError, all_of, as_note, printable
 from mergekit_slta.evaluation.evaluate import MORE
-from mergekit_slta.featcal.groups import find_groups
+from mergekit_slta.featcal.groups import find_groups, uncorrected
 from mergekit_slta.layers.trace import of_each_layer
 from mergekit_slta.models.hub import HUB_ERRORS, reason
 from mergekit_slta.recipe.experiment import Experiment, Options, require_device
+from mergekit_slta.recipe.new import ADAPTERS
 from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, Task, loaded, plain, published_names, require_calibration
 from mergekit_slta.recipe.settings import (
     ActmatSettings,
@@ -41,7 +43,7 @@ from mergekit_slta.recipe.settings import (
 from mergekit_slta.slta.statistics import Statistics
 from mergekit_slta.slta.statistics_file import resolve_statistics
 from mergekit_slta.slta.weights import fallbacks
-from mergekit_slta.words import counted, listed
+from mergekit_slta.words import counted
 
 HALF = ("bfloat16", "float16")
 SHOWN = 150  # characters at the beginning and at the end of a sample
@@ -186,7 +188,9 @@ def sound_experiment(recipe: RecipeOrFile, ranks: Ranks | None = None, **options
     with (ranks or Ranks()).one_refusal():
         experiment = Experiment(loaded(recipe), ranks=ranks, **options)
         experiment.recipe.settings_class(CalibrationSettings)  # for another method there is nothing to measure
-        examine(experiment, merging=False, downloading=True)
+        notes = examine(experiment, merging=False, downloading=True)
+    for note in notes if ranks and not experiment.quiet else ():  # `evaluate` follows a merge, which has printed them
+        click.echo(as_note(note), err=True)
     experiment.open()
     return experiment
 
@@ -267,14 +271,13 @@ def _notes(experiment: Experiment, merging: bool) -> Iterator[str]:
     for task in recipe.tasks if settings.runs_models else ():
         if is_dataset(task.calibration) and not _is_seen(experiment, task):
             yield f"The prompts of {task.calibration} are read when the merge begins: this check has not seen them."
-    if isinstance(settings, FeatcalSettings):
-        maps = of_each_layer(experiment.decoder, find_groups)
-        if layers := [str(layer) for layer, of_layer in enumerate(maps) if not of_layer.writers]:
-            yield f"In layers {listed(layers)}, no map corrects what earlier layers have missed."
+    if isinstance(settings, FeatcalSettings) and (layers := uncorrected(experiment.decoder)):
+        yield layers
     if isinstance(settings, ActmatSettings) and are_adapters(*recipe.references):
         yield (
             "The changes of adapters do not show which inputs their tasks have, so actmat is about as good as a "
-            "weighted sum there: take 'merge_method: featcal', with a few prompts for each."
+            "weighted sum there: take 'merge_method: featcal' with a few prompts for each (`ask` writes answers), or, "
+            f"without prompts, 'task_arithmetic' with a 'weight' of about {ADAPTERS / len(recipe.experts):.1g}."
         )
     if settings.runs_models and base.text_config is not base.config:
         yield f"What {base} has beside its language model, such as vision, stays as it is, even if experts changed it."

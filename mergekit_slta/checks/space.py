@@ -137,11 +137,17 @@ def _merging(experiment: Experiment) -> int:
     recipe, settings, experts = experiment.recipe, experiment.recipe.settings, len(experiment.recipe.experts)
     base, dtype = experiment.model(recipe.base), _dtype(recipe.config.dtype)
     written = _dtype(recipe.config.out_dtype or recipe.config.dtype)
+    of_adapters = experiment.options.lora_merge_dtype or base.dtype
+    adapted = dtype == _dtype(of_adapters)  # adapters have been merged in that type
+    others = sum(not (adapted and reference.lora) for reference in recipe.references)
+    kinds = {experiment.model(one).dtype if not one.lora else of_adapters for one in recipe.references}
+
+    vocabularies = base.vocabulary, getattr(base.text_config, "vocab_size_per_layer_input", None)  # Gemma 3n has two
 
     def held(header: TensorHeader) -> int:
         (rows, columns), numbers = header.shape[-2:], header.shape.numel()
-        of_vocabulary = rows == base.vocabulary  # the embedding or the output head
-        loaded = (experts + 1) * dtype.itemsize * numbers if dtype and dtype.itemsize * numbers != header.nbytes else 0
+        of_vocabulary = rows in vocabularies  # the embeddings or the output head
+        loaded = others * dtype.itemsize * numbers if dtype and dtype.itemsize * numbers != header.nbytes else 0
         solving = 0
         if isinstance(settings, ActmatSettings) and not of_vocabulary:
             solving = covariance.matrix_bytes(rows, columns)
@@ -149,6 +155,8 @@ def _merging(experiment: Experiment) -> int:
             solving = superpose.matrix_bytes(rows, columns, experts)
         # The merged tensor; or task vectors and their merge, which of a stack exists twice.
         copies = 1 if isinstance(settings, CalibrationSettings) else experts + 1 + (len(header.shape) > 2)
+        if isinstance(settings, FeatcalSettings) and recipe.tokenizer_source is None and len(kinds) == 1:
+            loaded, copies = 0, (experts + 2) * of_vocabulary  # the others are mapped from the layers' files
         if isinstance(settings, SltaSettings) and settings.level != "model" and of_vocabulary:
             copies = 0  # it stays the base model's
         return loaded + NUMBER * copies * numbers + solving

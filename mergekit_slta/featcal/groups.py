@@ -22,7 +22,8 @@ from mergekit_slta.layers.maps import (
     matrices_in,
     takes_some_tokens,
 )
-from mergekit_slta.layers.trace import find_writers
+from mergekit_slta.layers.trace import find_writers, of_each_layer
+from mergekit_slta.words import listed
 
 # Why maps are not solved.
 SOME_TOKENS = "in a module that receives only some of the tokens"
@@ -102,6 +103,13 @@ def find_groups(decoder: Decoder, layer: int) -> LayerMaps:
         module: one for module, one in writers.items() if module in modules and one.stream.keys() <= known_sources
     }
     return LayerMaps(tuple(groups), unsolved, tuple(anchored), writers)
+
+
+def uncorrected(decoder: Decoder) -> str:
+    """The layers in which no map corrects drift, in a sentence; empty if there are none."""
+    maps = enumerate(of_each_layer(decoder, find_groups))
+    layers = [str(layer) for layer, of_layer in maps if not of_layer.writers]
+    return f"In layers {listed(layers)}, no map corrects what earlier layers have missed." if layers else ""
 
 
 def in_words(unsolved: Mapping[str, str]) -> str:

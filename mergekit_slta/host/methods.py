@@ -21,6 +21,7 @@ from mergekit.merge_methods.base import BasePolicy
 from mergekit_slta.actmat.covariance import merged_vector
 from mergekit_slta.engine.partial import Partial
 from mergekit_slta.errors import SltaError
+from mergekit_slta.featcal.groups import uncorrected
 from mergekit_slta.featcal.merge import SolvedModel, solve_model
 from mergekit_slta.layers.maps import Role, dotted_tails, role_by_shape, roles_by_ending, turned
 from mergekit_slta.models.checkpoint import is_finite, task_vector, weighted_sum
@@ -49,14 +50,15 @@ from mergekit_slta.words import as_score
 LOG = logging.getLogger(__name__)
 
 
-def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str) -> MergeMethodSpec:
-    """A method as mergekit declares it; ``paper`` is its number on arXiv."""
+def method_spec(settings: type[MethodSettings], pretty_name: str, paper: str, on_gpu: bool = True) -> MergeMethodSpec:
+    """A method as mergekit declares it; ``paper`` is its number on arXiv. ``on_gpu``: a GPU gets all tensors."""
     return MergeMethodSpec(
         name=settings.method,
         parameters=parameter_specs(settings),
         contract=InputContract(base=BasePolicy.REQUIRED, min_non_base=1),
         pretty_name=pretty_name,
         reference_url=f"https://arxiv.org/abs/{paper}",
+        uses_accelerator=on_gpu,
     )
 
 
@@ -66,6 +68,7 @@ class Merge:
     spec: ClassVar[MergeMethodSpec]  # the method as mergekit declares it
     solution: Solution | None = None  # of an ``slta`` merge whose models have run
     result: str = ""  # how near the merge is to each model, in a sentence, if the method knows it once they have run
+    caveat: str = ""  # what the method could not do, for the card
     page: Path | None = None  # the report that it wrote, if the recipe asks for one
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
@@ -106,12 +109,13 @@ class Method(GroupMergeMethod):
                 "mergekit's run_merge, on model folders or Hub ids."
             )
         merged, stored = self._merge.tensor(group, **parameters), group.metadata.name or ""
-        name = self._types.get(stored, self.experiment.recipe.config.out_dtype)
-        dtype = dtype_from_name(name) or merged.dtype
+        config = self.experiment.recipe.config
+        name = self._types.get(stored, config.out_dtype or config.dtype)
+        dtype = dtype_from_name(name) or group.tensors[0].dtype
         if not is_finite(merged, dtype):
             raise not_finite(group, dtype)
         self._progress(stored, 1)
-        return merged
+        return merged.to(dtype)
 
 
 # Methods that run the models
@@ -157,14 +161,14 @@ class SltaMerge(Merge):
 class FeatcalMerge(Merge):
     """Solve each layer's linear maps so that their outputs are nearest to the experts'; after RegMean++ and FeatCal."""
 
-    spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030")
+    spec = method_spec(FeatcalSettings, "FeatCal", "2605.13030", on_gpu=False)  # the tensors are solved by then
     _solved: SolvedModel
     _share: torch.Tensor  # of each expert, in tensors that are not solved
 
     def prepare(self, experiment: Experiment, partial: Partial) -> None:
         """Solve the merged model's tensors into the folder of finished layers."""
         recipe, settings = experiment.recipe, experiment.recipe.settings_of(FeatcalSettings)
-        solved = solve_model(experiment, partial)
+        solved, self.caveat = solve_model(experiment, partial), uncorrected(experiment.decoder)
         errors = solved.errors()
         tasks = [(recipe.names[task.reference], len(experiment.draw(task).token_ids)) for task in recipe.tasks]
         names = [*short_names([name for name, _ in tasks][: len(recipe.experts)]), "the base model"]
@@ -181,15 +185,17 @@ class FeatcalMerge(Merge):
         self._solved, self._share = solved, torch.tensor(1 / count, dtype=torch.float64)
 
     def tensor(self, group: TensorGroup, **parameters: object) -> torch.Tensor:
-        """Return the solved tensor; outside the layers, the base model's or the experts' average."""
+        """The solved tensor, in at least float32; outside the layers, the base model's or the experts' average."""
         assert group.base is not None and group.metadata.name
         base, stored = group.base.tensor, group.metadata.name
+        dtype = torch.promote_types(base.dtype, torch.float32)
         tensor = self._solved.tensor(stored)
-        if tensor is not None:
-            return tensor.to(base.device, base.dtype)
-        if stored not in self._solved.language:
-            return base
-        return weighted_sum(base, [(entry.tensor, self._share) for entry in group.non_base])
+        if tensor is None:
+            if stored not in self._solved.language:
+                return base
+            experts = [(entry.tensor.to(dtype), self._share) for entry in group.non_base]
+            tensor = weighted_sum(base.to(dtype), experts)
+        return tensor.to(base.device)
 
 
 # Methods without data

@@ -140,8 +140,12 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
         method.merging(experiment, merge, progress),
         exact_products(),
     ):
+        config = copy.deepcopy(recipe.config)
+        if isinstance(merge, FeatcalMerge) and recipe.tokenizer_source is None:
+            # Of the models few tensors are needed: mergekit would read all to change their type, and maps those of one.
+            config.out_dtype, config.dtype = config.out_dtype or config.dtype, None
         # The last part of the folder's path is the card's title.
-        stock(copy.deepcopy(recipe.config), os.path.abspath(folder), options, recipe.text)
+        stock(config, os.path.abspath(folder), options, recipe.text)
     for model in experiment.checkpoints:
         model.refuse_changes()
     # Programs would read what an earlier merge wrote beside, or instead of, what was just written.
@@ -157,7 +161,7 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
     manifest.write(manifest.describe(experiment, merge.solution, folder), folder)
     if experiment.options.write_model_card:
         try:
-            files.write(folder / card.CARD, card.merge_card(folder, recipe, merge.solution).encode())
+            files.write(folder / card.CARD, card.merge_card(folder, recipe, merge.solution, merge.caveat).encode())
         except (SltaError, OSError) as error:  # the model is written: no text of a card may make the merge fail
             LOG.warning("The model card lacks the section of mergekit-slta (%s).", one_line(error))
     return unfinished

@@ -94,20 +94,22 @@ class Checkpoint:
             raise SltaError(f"The files of {self} have changed while they were read: run the command again.")
 
     def _stack(self, name: str, layout: Layout, shape: Sequence[int], device: torch.device | str) -> ExpertStack:
-        """A mixture's experts: each is read whenever it is used, and checked when it is used first.
+        """A mixture's experts: each is read again after another one was used, and checked when it is used first.
 
         On the CPU the stored tensors are mapped from the file.
         """
-        checked = set[int]()
+        checked, last = set[int](), dict[int, torch.Tensor]()  # one is asked for several times before the next
 
         def part(mixture_expert: int) -> torch.Tensor:
-            self.refuse_changes()
-            with reading(f"The tensor {name} of {self}"):
-                tensor = layout.read(name, self._loader.get_tensor, mixture_expert)
-            if mixture_expert not in checked:
-                self._refuse_broken(name, tensor)
-                checked.add(mixture_expert)
-            return tensor.to(device).float()
+            if mixture_expert not in last:
+                last.clear()
+                with reading(f"The tensor {name} of {self}"):
+                    tensor = layout.read(name, self._loader.get_tensor, mixture_expert)
+                if mixture_expert not in checked:
+                    self._refuse_broken(name, tensor)
+                    checked.add(mixture_expert)
+                last[mixture_expert] = tensor.to(device).float()
+            return last[mixture_expert].detach()  # torch ties what it gets here to the stack, for as long as that lives
 
         return ExpertStack(shape, device, part)
 

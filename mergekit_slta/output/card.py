@@ -30,7 +30,7 @@ from mergekit_slta.words import as_score
 CARD = "README.md"
 INSTALL = "pip install git+https://github.com/mergekit-slta/mergekit-slta"  # not on PyPI yet
 HEADING = "## How this model was made"
-SCORES = "## Scores on held-out prompts"
+SCORES = "## Scores on prompts that the merge did not use"
 SHOWN = 12  # characters of a commit
 
 
@@ -47,7 +47,7 @@ def renew_beside(folder: Path, solution: Solution | None, named: str = "") -> No
         solution.statistics.save(beside)
 
 
-def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -> str:
+def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None, caveat: str = "") -> str:
     """The card of a merge for others: the one in its folder, with our section, the recipe as mergekit understood it."""
     path, method = folder / CARD, recipe.config.merge_method
     with reading(path, fix="save it as UTF-8 text, its header as valid YAML"):
@@ -69,18 +69,19 @@ def merge_card(folder: Path, recipe: Recipe, solution: Solution | None = None) -
         data.library_name = data.library_name or "transformers"
         made = manifest.read(folder)
         if made and HEADING not in card.text:
-            card.text = f"{card.text.rstrip()}\n\n{_section(recipe, made, solution)}\n"
+            card.text = f"{card.text.rstrip()}\n\n{_section(recipe, made, solution, caveat)}\n"
         if made and made.scores:  # `evaluate` may have replaced those that stand there
             others = re.sub(rf"\n{SCORES}\n+(?:\|.*(?:\n|\Z))*", "\n", card.text)
             card.text = f"{others.rstrip()}\n\n{SCORES}\n\n{_score_table(made)}\n"
     return str(card)
 
 
-def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
+def _section(recipe: Recipe, made: Manifest, solution: Solution | None, caveat: str = "") -> str:
     spec, in_words = merge_methods.get(made.method).spec, SETTINGS[made.method].in_words
+    paper = f"[{spec.pretty_name}]({spec.reference_url})"
     paragraphs = [
         HEADING,
-        f"Merged with [{spec.pretty_name}]({spec.reference_url}) (`merge_method: {spec.name}`): {in_words}",
+        f"Merged with `merge_method: {spec.name}`, after {paper}: {in_words} {caveat}".strip(),
         _model_table(recipe, made, solution),
     ]
     if solution is not None:
@@ -108,7 +109,7 @@ def _section(recipe: Recipe, made: Manifest, solution: Solution | None) -> str:
         paragraphs.append(
             f"`{STATISTICS_OF_MERGE}` holds the measurement. To merge again without prompts, name that file under "
             "`statistics` among the recipe's parameters, and leave `calibration` out"
-            f"{' (but not the `weight` of the base model)' * solution.has_base_task}."
+            f"{' (but not the `weight` of the base model, 1.0 if none is written)' * solution.has_base_task}."
         )
     versions = [f"{name} {version}" for name, version in made.versions.items() if name != "commit"]
     return "\n\n".join([*paragraphs, f"Made with {', '.join(versions)}{made.machine and f' on {made.machine}'}."])
@@ -124,7 +125,8 @@ def _model_table(recipe: Recipe, made: Manifest, solution: Solution | None) -> s
     for reference, model in zip(recipe.references, (made.base_model, *made.models), strict=True):
         kind = "Base model" if reference == recipe.base else "Expert"
         share = as_score(shares[model.name]) if model.name in shares else ""
-        lines.append([kind, _linked(reference), model.revision[:SHOWN], tasks.get(model.name, ""), share])
+        revision = "+".join(commit[:SHOWN] for commit in model.revision.split("+"))  # an adapter's is the second
+        lines.append([kind, _linked(reference), revision, tasks.get(model.name, ""), share])
     columns = [column for column in zip(*lines, strict=True) if any(column[2:])]
     return "\n".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in zip(*columns, strict=True)
@@ -136,7 +138,8 @@ def _score_table(made: Manifest) -> str:
     header = ["Task of", "Prompts", "Accuracy (short answers)", "Share of the expert's gain in likelihood"]
     lines = [header, ["---"] * 4]
     for model, score in made.scores.items():
-        accuracy = f"{as_score(score['accuracy'])} ({score['short_answers']:.0f})"
+        counts = score["accuracy_low"] is not None  # else these are too few answers
+        accuracy = f"{as_score(score['accuracy'] if counts else None)} ({score['short_answers']:.0f})"
         of_base = " (of its own answers; in likelihood, 0 is the experts' mean)" * (model == made.base_model.name)
         lines.append([_code(model) + of_base, f"{score['prompts']:.0f}", accuracy, as_score(score["gain_kept"])])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

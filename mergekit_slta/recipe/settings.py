@@ -81,7 +81,7 @@ class SltaSettings(CalibrationSettings):
     method: ClassVar[str] = "slta"
     in_words: ClassVar[str] = (
         "every submodule gets one merging weight for each expert, solved in closed form from a few prompts of the "
-        "expert's task."
+        "expert's task. At every level but `model`, embeddings, final norm and output head are the base model's."
     )
     level: Level = Field(
         default="attn_mlp", description="the size of a submodule: `model`, `layer`, `attn_mlp`, `head_mlp` or `linear`"
@@ -104,8 +104,9 @@ SMALLEST_FEATCAL_RIDGE = 3e-4
 class FeatcalSettings(CalibrationSettings):
     method: ClassVar[str] = "featcal"
     in_words: ClassVar[str] = (
-        "every linear map is solved by least squares, layer by layer, so that its outputs are near those of each "
-        "expert on a few prompts of the expert's task."
+        "nearly every linear map is solved by least squares, layer by layer, so that its outputs are near those of "
+        "each expert on a few prompts of the expert's task. Embeddings, norms, routers, and routed experts that few "
+        "tokens reach are merged without prompts."
     )
     runs_experts: ClassVar[bool] = True
     ridge: Annotated[FiniteFloat, Field(ge=SMALLEST_FEATCAL_RIDGE)] | Literal["auto"] = Field(
@@ -137,7 +138,8 @@ class ActmatSettings(MethodSettings):
 
     method: ClassVar[str] = "actmat"
     in_words: ClassVar[str] = (
-        "every linear map is solved by least squares without prompts; the experts' changes stand in for the inputs."
+        "every linear map of the layers is solved by least squares without prompts; the experts' changes stand in for "
+        "the inputs. Other tensors are averaged."
     )
     expert: ClassVar[type[Parameters]] = ActmatExpert
     ridge: Annotated[FiniteFloat, Field(ge=SMALLEST_ACTMAT_RIDGE)] | Literal["auto"] = Field(
@@ -161,7 +163,10 @@ class SftmSettings(MethodSettings):
     """The parameters of ``merge_method: sftm``, which may differ between tensors."""
 
     method: ClassVar[str] = "sftm"
-    in_words: ClassVar[str] = "every matrix keeps the singular features of every expert's change, without prompts."
+    in_words: ClassVar[str] = (
+        "of each expert's change, the largest entries (by default a fifth) are summed so that the singular features of "
+        "each remain, times `lambda` (by default 0.6); without prompts."
+    )
     expert: ClassVar[type[Parameters]] = SftmExpert
     lambda_: FiniteFloat = Field(
         default=0.6, alias="lambda", description="multiplies the merged change of all but norms (γ in the paper)"

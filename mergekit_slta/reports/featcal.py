@@ -38,7 +38,7 @@ def drift_page(errors: torch.Tensor, tasks: Sequence[tuple[str, int]], settings:
         facts={
             "Models": ", ".join(f"{model} ({counted(number, 'prompt')})" for model, number in tasks),
             "Prompts": f"chosen with seed {settings.seed}, at most {settings.max_tokens} tokens each",
-            "Solved with": f"{ridge}, towards W₀ plus 1.5 times actmat's change",
+            "Solved with": f"{ridge}, towards a merge without prompts",
         },
         charts=[
             Chart(

@@ -93,7 +93,7 @@ def _retained_chart(solution: Solution) -> Chart:
         most = max(map(len, layers.values()))
         means = torch.stack([pooled(retained[rows], shares[rows]) for rows in layers.values()])
         columns = zip(short_names(solution.models), means.T.tolist(), strict=True)
-        title = kind_name(kind) + (f": mean of {most}" if most > 1 else "")
+        title = kind_name(kind) + (f": weighted mean of {most}" if most > 1 else "")
         panels.append(Panel(title, [Line(name, list(layers), curve) for name, curve in columns]))
     return Chart(
         name=f"retained-{solution.level}",
@@ -113,7 +113,8 @@ def _alpha_chart(solution: Solution, weights: list[list[str]]) -> Chart:
     return Chart(
         name=f"alpha-{solution.level}",
         title="Merging weights by layer",
-        caption="At 1 the merge takes all of an expert's change, at 0 none of it." + drawn * ("(" in weights[0][0]),
+        caption="At 1 the merge takes all of an expert's change, at 0 none of it. Beyond ±2, colours stay the same."
+        + drawn * ("(" in weights[0][0]),
         picture=solution.plot(),
         table=_table(solution, weights),
     )

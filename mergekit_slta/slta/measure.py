@@ -16,7 +16,7 @@ from mergekit_slta import files
 from mergekit_slta.data.sources import CalibrationData
 from mergekit_slta.engine.partial import Partial, run_of
 from mergekit_slta.engine.ranks import Ranks
-from mergekit_slta.errors import refuse
+from mergekit_slta.errors import printable, refuse
 from mergekit_slta.levels import LEVELS
 from mergekit_slta.models.fingerprint import hashed_computation
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
@@ -114,15 +114,17 @@ def _read_fitting(experiment: Experiment, path: Path, levels: Sequence[str]) -> 
     order = _match_experts(experiment, info, data)
     refuse(_misfits(experiment, info, path, levels, order, data))
     parameters = recipe.config.parameters or {}
-    measured_with = info.model_dump(include={"samples", "max_tokens", "seed"})
+    measured_with = info.model_dump(include={"max_tokens", "seed"})
     other = [f"{name} {value}" for name, value in measured_with.items() if parameters.get(name, value) != value]
     if other and not data:
-        LOG.warning("%s was measured with %s, which hold instead of the recipe's.", path, " and ".join(other))
+        LOG.warning("%s was measured with %s, and that holds instead of the recipe's.", path, " and ".join(other))
     for fallback in info.fallbacks:
         if fallback.level in levels:
-            LOG.warning("%s", fallback)
+            LOG.warning("%s", printable(str(fallback)))
     if info.keep and not recipe.keep:
-        LOG.warning("%s also has prompts for the base model: to use them, give its entry in 'models' a 'weight'.", path)
+        LOG.warning(
+            "%s also has prompts for the base model: to use them, give its entry in 'models' a 'weight' above 0.", path
+        )
     statistics = stored.take([index for index in order if index is not None], keep=recipe.keep is not None)
     base, *experts = recipe.names.values()
     info = statistics.info.model_copy(update={"base_model": base, "models": tuple(experts)})

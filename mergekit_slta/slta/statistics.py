@@ -344,14 +344,15 @@ class Solution(Paragraphs):
         for kind, layers in kinds_of(self.alpha).items():
             # [members, layers, experts]; a layer may have fewer members of a kind than another one
             grid = pad_sequence([alpha[rows] for rows in layers.values()], padding_value=math.nan)
-            title, columns = kind_name(kind), list(map(str, layers))
+            title, columns = kind_name(kind), [""] if self.level == "model" else list(map(str, layers))
             if len(grid) == 1:
                 matrices.append(Matrix(title, grid[0].T.tolist(), experts, columns))
             else:
                 members = list(map(str, range(len(grid))))
                 by_expert = zip(experts, grid.unbind(2), strict=True)
                 matrices += [Matrix(f"{title}, {name}", of.tolist(), members, columns) for name, of in by_expert]
-        return heat_map(matrices, x_label="decoder layer", y_label="", value_label="merging weight α")
+        x_label = "decoder layer" * (self.level != "model")
+        return heat_map(matrices, x_label=x_label, y_label="", value_label="merging weight α")
 
     def to_json(self) -> str:
         """The solution as JSON, undefined numbers as null."""
@@ -469,6 +470,7 @@ class Solution(Paragraphs):
         named = {name: name for name in known} | dict(self.statistics.paths) | dict(models or {})
         paths = {name: files.local_name(os.fspath(path)) for name, path in named.items()}
         how = f"level {self.level}, balance {str(self.balance).lower()}, ridge {self.ridge}"
+        how += f", kappa {self.keep_weight:g}" * self.has_base_task
         if self.task_weights:
             how += f", task weights {':'.join(map(str, self.task_weights))}"
         origin = f"The merging weights were solved in closed form (arXiv 2504.10902): {how}. {self.verdict()}"

@@ -606,7 +606,7 @@ ROUNDS = "Merging in bfloat16 rounds at every step: to round only once, set 'dty
         (lambda c: edit_config(c.expert, max_position_embeddings=10**6), LONGER),
         (pickle, "EXPERT is pickled, so each of its files is read whole into memory, for every layer anew: load it"),
         (lambda c: c.of("bloom").use("featcal"), "In layers 0, 1, 2, no map corrects what"),
-        (adapters_alone, "actmat is about as good as a weighted sum there: take"),
+        (adapters_alone, "'task_arithmetic' with a 'weight' of about 1."),
     ],
     ids=short,
 )

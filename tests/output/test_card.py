@@ -46,7 +46,7 @@ def test_the_card_tells_how_the_model_was_made(merged: Path) -> None:
     assert card.data.to_dict() == {"library_name": "transformers", "tags": tags}
     text = card.text
     assert "This is a merge of pre-trained language models" in text  # mergekit's own part
-    method = "[SLTA](https://arxiv.org/abs/2504.10902) (`merge_method: slta`)"
+    method = "`merge_method: slta`, after [SLTA](https://arxiv.org/abs/2504.10902)"
     assert f"Merged with {method}: every submodule gets one" in text
     statistics = Statistics.load(merged / "mergekit-slta" / "statistics.safetensors")
     solution = statistics.solve()
@@ -91,6 +91,8 @@ def test_scores_stand_with_the_number_of_answers_behind_them(merged: Path, tmp_p
     renewed = module.merge_card(out, recipe)
     assert renewed.count(SCORES) == 1 and "0.99 (0)" not in renewed and f"{accuracy} (0)" in renewed
     assert "\nMine.\n" in renewed
+    made.scores["expert0"] |= {"accuracy": 1.0, "accuracy_low": None, "short_answers": 2}  # too few to count
+    assert f" | {as_score(None)} (2) | " in module._score_table(made)
     made.scores["base"] = made.scores["expert0"]
     assert "| `base` (of its own answers; in likelihood, 0 is the experts' mean) |" in module._score_table(made)
 
@@ -106,7 +108,7 @@ def test_every_method_has_its_card(llama: Family, tmp_path: Path, method: str) -
     assert made is not None and [model.name for model in made.models] == ["model", "model (2)", "model (3)"]
     prompts = [line.split("`")[3] for line in text.splitlines() if line.startswith("| Expert | `model` | ")]
     assert prompts == [task.source for task in made.tasks] and len({*prompts}) == len(prompts)
-    assert f"(`merge_method: {method}`): " in text
+    assert f"Merged with `merge_method: {method}`, after [" in text
     assert "Feature change kept" not in text and "It needs this plugin" in text
     assert [file.name for file in (out / "mergekit-slta").iterdir()] == ["merge.json"]
 
@@ -119,7 +121,11 @@ def test_models_and_datasets_of_the_hub_are_linked(here: None, tmp_path: Path) -
         "org/base+org/adapter@v1": {"calibration": "hf:/home/somebody/set?split=x"},
     }
     recipe = families.recipe_of("org/base", experts)
-    base, *models = (MergedModel(name=published_name(model), sha256="") for model in recipe.references)
+    revisions = ["+".join(["a" * 40, "b" * 40][: 1 + bool(model.lora)]) for model in recipe.references]
+    base, *models = (
+        MergedModel(name=published_name(model), sha256="", revision=revision)
+        for model, revision in zip(recipe.references, revisions, strict=True)
+    )
     tasks = [
         MergedTask(model=model.name, source=source_name(task.calibration), prompts=3, sha256="")
         for model, task in zip(models, recipe.experts, strict=True)
@@ -128,12 +134,19 @@ def test_models_and_datasets_of_the_hub_are_linked(here: None, tmp_path: Path) -
         method="slta", settings={}, base_model=base, models=tuple(models), tasks=tuple(tasks), versions={"commit": ""}
     )
     manifest.write(made, tmp_path / "out")
-    found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe))
+    found: Any = ModelCard(module.merge_card(tmp_path / "out", recipe, caveat="In layer 0."))
+    assert "head are the base model's. In layer 0.\n" in found.text
     assert found.data.base_model == ["org/base", "org/math", "org/adapter"]
     assert found.data.base_model_relation == "merge" and found.data.datasets == ["openai/gsm8k"]
-    assert "| [org/math](https://huggingface.co/org/math) | 3 of `hf:openai/gsm8k?config=main` |" in found.text
-    assert "| `org/local` | 3 of `private data.jsonl` |" in found.text
-    assert "[org/adapter@v1](https://huggingface.co/org/adapter) | 3 of `hf:set?split=x` |" in found.text
+    assert (
+        "| [org/math](https://huggingface.co/org/math) | aaaaaaaaaaaa | 3 of `hf:openai/gsm8k?config=main` |"
+        in found.text
+    )
+    assert "| `org/local` | aaaaaaaaaaaa | 3 of `private data.jsonl` |" in found.text
+    assert (
+        "[org/adapter@v1](https://huggingface.co/org/adapter) | aaaaaaaaaaaa+bbbbbbbbbbbb | 3 of `hf:set?split=x` |"
+        in found.text
+    )
     assert "\nmergekit-yaml merged/mergekit_config.yml merged --lora-merge-cache ./adapters\n" in found.text
     assert "somebody" not in str(found)
 
