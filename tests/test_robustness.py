@@ -261,7 +261,7 @@ FILES = (
     *("base/config.json", "pickled/config.json", "base/tokenizer.json", "base/tokenizer_config.json"),
     *("base/model.safetensors", "sharded/model-00001-of-00006.safetensors", "sharded/model.safetensors.index.json"),
     *("pickled/pytorch_model.bin", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"),
-    *("task0.jsonl", "stats.safetensors"),
+    *("base/generation_config.json", "task0.jsonl", "stats.safetensors"),
 )
 MEMORY = 4 * 10**9  # bytes of address space that a command may take above what this process had before
 SEEDS = [pytest.param(range(2), id="few"), pytest.param(range(2, 300), id="many", marks=pytest.mark.slow)]

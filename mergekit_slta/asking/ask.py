@@ -29,6 +29,7 @@ from mergekit_slta.data.records import (
     decoded,
     is_blank,
     is_turns,
+    refuse_halves,
     shared,
     turns_of,
     unread,
@@ -163,23 +164,25 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
     """The prompts that a model is asked, with at most ``longest`` tokens; what is skipped is counted and logged."""
     if topics and source.source:
         raise SltaError("PROMPTS replaces the package's prompts, from which topics choose: give only one of the two.")
-    records, numbers = source.records, range(len(source.records))
+    numbers = range(len(source.records))
     asked, unfit, ignored = list[_Prompt](), list[str](), set[str]()
     is_chat = has_chat_template(source.tokenizer)
     for number in random.Random(0).sample(numbers, len(numbers)) if source.source else numbers:
-        where, tools = f"row {number + 1}", records[number].get("tools")
         if len(asked) == samples:
             break
+        row, where = source.record(number), f"row {number + 1}"
+        tools, answer = row.get("tools"), row.get("completion") or row.get("response")
         try:
-            record = {"messages": _turns(records[number], where, is_chat)} | ({"tools": tools} if tools else {})
-            answer = records[number].get("completion") or records[number].get("response")
+            record = {"messages": _turns(row, where, is_chat)} | ({"tools": tools} if tools else {})
             around = str(record["messages"][-1]["content"])[-1:], str(answer)[:1]
             apart = not any(map(str.isspace, around))  # as ``calibration`` reads them
-            prompt = _Prompt(record, *source.asked(record, where, apart))
+            text, ids = source.asked(record, where, apart)
+            prompt = _Prompt(record, text.text, ids)
+            refuse_halves(_lines(record), where)  # also in what the template does not write
             if len(prompt.ids) > longest:
                 raise UnfitRecord(f"{where} leaves no room for an answer: lower max_new_tokens (--max-new-tokens).")
             asked.append(prompt)
-            ignored |= {*unread(records[number])}
+            ignored |= {f"the field {name!r}" for name in unread(row)} | {*text.left_out}
         except UnfitRecord as error:
             unfit.append(str(error))
     if unfit:
@@ -188,8 +191,7 @@ def _asked(source: CalibrationSource, topics: Sequence[str], samples: int, longe
             raise SltaError(skipped)
         LOG.warning("%s", skipped)
     if ignored:
-        fields = " and ".join(f"the field {name!r}" for name in sorted(ignored))
-        LOG.warning("The prompts leave out %s: write it into the prompts if the model needs it.", fields)
+        LOG.warning("The prompts leave out %s: write what the model needs into them.", " and ".join(sorted(ignored)))
     for sentence in source.control_tokens([_lines(prompt.record) for prompt in asked]):
         LOG.warning("%s", sentence)
     return asked

@@ -176,11 +176,13 @@ def stop_ids(folder: Path) -> list[int]:
     generation, config = json_file(folder / GENERATION), json_file(folder / "config.json")
     entries = [part.get("eos_token_id") for part in (generation, config, config.get("text_config") or {})]
     eos: Any = next((value for value in entries if value is not None), [])
-    return eos if isinstance(eos, list) else [eos]
+    return [token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int) and token >= 0]
 
 
 def json_file(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is none."""
     with reading(path):
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
         return content

@@ -91,9 +91,13 @@ def record_text(record: Record, template: str, *, where: object, render_chat: Ca
         SltaError: the template is not valid, or there is no chat template.
     """
     text = _fill(template, record, where) if template else _by_fields(record, where, render_chat)
-    if re.search("[\ud800-\udfff]", text.text):
-        raise UnfitRecord(f"{where} holds half of a character, which no tokenizer reads: correct it.")
+    refuse_halves(text.text, where)
     return text
+
+
+def refuse_halves(text: str, where: object) -> None:
+    if re.search("[\ud800-\udfff]", text):
+        raise UnfitRecord(f"{where} holds half of a character, which no tokenizer reads: correct it.")
 
 
 def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -> Text:
@@ -114,13 +118,13 @@ def _by_fields(record: Record, where: object, render_chat: Callable[..., str]) -
         parts = [_plain_text(record[field], f"{field!r} of {where}") for field in fields]
         if any(part.strip() for part in parts):
             text = _joined(fields, parts, record)
-            names = sorted(ANSWERS | {*BESIDE_TEXT}) if fields == ("text",) else (*UNREAD, *SYSTEM)
+            names = sorted(ANSWERS | {*BESIDE_TEXT}) if fields == ("text",) else (*UNREAD, *SYSTEM, "solution", "tools")
             beside = [name for name in unread(record, names) if not _holds(text, str(record[name]).strip())]
             return text._replace(unread=tuple(beside), is_pair=len(fields) > 1)
     if not chat_fields and not groups:
         problem = f"{where} has none of the known fields: its fields are {listed(map(str, record)) or 'none'}"
         fix = "Give the expert a 'template' that names the fields to use, such as '{question} {answer}'"
-        raise UnfitRecord(f"{problem}. {fix}.")
+        raise UnfitRecord(f"{problem}. {fix}; if it was trained on chats, save the rows as 'messages' instead.")
     return Text("")
 
 
@@ -237,7 +241,8 @@ def _fill(template: str, record: Record, where: object) -> Text:
             raise UnfitRecord(f"{problem}: correct the template.") from error
         if isinstance(value, (list, dict, bytes)):
             problem = f"{where} has a {type(value).__name__} in {name!r}, which the template {template!r} would print"
-            fix = f"write a part of it, such as '{{{name}[key]}}', or leave the template out and call a chat 'messages'"
+            part = f"{{{name}[{'key' if isinstance(value, dict) else 0}]}}"
+            fix = f"write a part of it, such as '{part}', or leave the template out and call a chat 'messages'"
             raise UnfitRecord(f"{problem}: {fix}.")
         last = len(text), len(text) + len(written)
         text += written
@@ -286,7 +291,7 @@ def turns_of(value: Any, what: str) -> Turns:
     """
     value = decoded(value) or []
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise UnfitRecord(f"{what} is not a list of turns: give the expert a 'template'.")
+        raise UnfitRecord(f"{what} is not a list of turns: save the rows as JSON, or give the expert a 'template'.")
     turns = [_turn(turn, what) for turn in value]
     return turns if any("tool_calls" in turn or not is_blank(turn["content"]) for turn in turns) else []
 
@@ -463,7 +468,8 @@ def _thought(turn: dict[str, Any]) -> str:
     """What an assistant's turn thinks before it says something."""
     if turn["role"] != "assistant":
         return ""
-    thought = "".join(str(turn[key]) for key in REASONING if key in turn) or _words(turn).rpartition("</think>")[0]
+    reasoning = (str(turn[key]) for key in REASONING if key in turn)  # some servers give one text by two names
+    thought = next(reasoning, "") or _words(turn).rpartition("</think>")[0]
     return thought.strip().removeprefix("<think>").strip()
 
 

@@ -30,7 +30,16 @@ import numpy as np
 from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
 from mergekit_slta.data.records import MARK, Record, Span, Text, Turns, UnfitRecord, record_text
-from mergekit_slta.errors import MachineError, SltaError, first_line, is_disk_full, is_out_of_memory, one_line, reading
+from mergekit_slta.errors import (
+    MachineError,
+    SltaError,
+    first_line,
+    is_disk_full,
+    is_out_of_memory,
+    one_line,
+    printable,
+    reading,
+)
 from mergekit_slta.files import published_path
 from mergekit_slta.words import counted, listed
 
@@ -120,7 +129,7 @@ class CalibrationSource:
                 break
             try:
                 where = f"row {index + 1}"
-                text = record_text(records[index], self.template, where=where, render_chat=self._render_chat)
+                text = record_text(self.record(index), self.template, where=where, render_chat=self._render_chat)
             except UnfitRecord as error:
                 unfit.append(str(error))
                 continue
@@ -148,6 +157,12 @@ class CalibrationSource:
         has_chats = any(sample.text.is_chat for sample in drawn)
         return CalibrationData(self.source, rows, numbers, answers, _revision(records), has_chats)
 
+    def record(self, index: int) -> Record:
+        """A row, which of a dataset is read now."""
+        with reading(f"Calibration source {self.source!r}", fix="save it in another form"):
+            row: Record = self.records[index]
+            return row
+
     def _notes(self, drawn: list[_Sample], empty: int, unfit: list[str]) -> Iterator[str]:
         """What the prompts lack of the rows, a sentence each."""
         if empty:
@@ -173,11 +188,12 @@ class CalibrationSource:
         }
         if split := markers - self.tokenizer.get_vocab().keys():
             yield (
-                f"the tokenizer of {self.tokenizer.name_or_path} splits {' and '.join(sorted(split))} into pieces: add "
-                "'tokenizer: {source: EXPERT}' to the recipe if the expert has the base model's ids, or give the "
-                "expert a 'template' or rows without them."
+                f"the tokenizer of {self.tokenizer.name_or_path} splits {printable(' and '.join(sorted(split)))} into "
+                "pieces: add 'tokenizer: {source: EXPERT}' to the recipe if the expert has the base model's ids, or "
+                "give the expert a 'template' or rows without them."
             )
-        written = [*self.tokenizer.get_added_vocab(), "[INST]"]  # in rows that are written for a chat model
+        # In rows that are written for a chat model; some tokenizers add blanks, too.
+        written = [*filter(str.strip, self.tokenizer.get_added_vocab()), "[INST]"]
         pairs = [text for text in texts if text.is_pair and not any(marker in text.text for marker in written)]
         with contextlib.suppress(SltaError):  # no model has a chat template
             if pairs and self._chat_tokenizer:
@@ -234,16 +250,16 @@ class CalibrationSource:
         how: dict[str, Any] = {"chat_template": template, "add_generation_prompt": asks, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(turns, tools, **how, **switches))
 
-    def asked(self, record: Record, where: object, apart: bool = True) -> tuple[str, tuple[int, ...]]:
-        """A record of ``messages`` as a model is given it that is to answer: its text, and the text's token ids.
+    def asked(self, record: Record, where: object, apart: bool = True) -> tuple[Text, tuple[int, ...]]:
+        """A record of ``messages`` as a model is given it that is to answer: as text, and the text's token ids.
 
         Without a chat template it is the contents of the turns, a line each, the last one's ended if the answer is to
         stand ``apart``. An UnfitRecord if the template refuses it.
         """
         is_chat, as_chat = has_chat_template(self.tokenizer), partial(self._render_chat, asks=True)
         render = as_chat if is_chat else lambda turns, **_: "\n".join(turn["content"] for turn in turns) + "\n" * apart
-        text = record_text(record, "", where=where, render_chat=render).text
-        ids, _ = self._encode(Text(text, is_chat))
+        text = record_text(record, "", where=where, render_chat=render)
+        ids, _ = self._encode(Text(text.text, is_chat))
         return text, ids if is_chat or ids[-1:] != (self.tokenizer.eos_token_id,) else ids[:-1]
 
     def control_tokens(self, prompts: Sequence[str]) -> Iterator[str]:

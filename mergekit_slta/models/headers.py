@@ -255,8 +255,13 @@ def _indexed_files(index: Path) -> dict[str, list[str]]:
 def folder_headers(folder: Path) -> Headers:
     """The tensors of a folder's weight files; an SltaError if files are missing or damaged."""
     tensors: dict[str, TensorHeader] = {}
+    places: dict[str, str] = {}
     for file, names in weight_map(folder).items():
         headers = file_headers(folder / file)
+        if twice := [name for name in headers if places.setdefault(name, file) != file]:
+            # Programs differ in which one they read: that of the index, of the last file, or of the one that is open.
+            where = f"{twice[0]} in both {places[twice[0]]} and {file}"
+            raise SltaError(f"{folder} has {where}: load the model with transformers, and save it.")
         if lost := [name for name in names if name not in headers]:
             raise SltaError(
                 f"{folder / file} lacks {listed(lost)}, which the index expects there: get an undamaged copy."

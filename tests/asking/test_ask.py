@@ -195,13 +195,17 @@ def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.Log
     shown = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]}
     nested = json.loads("[" * 900 + "]" * 900)
     records = [{"title": "x"}, {"prompt": "hi", "context": "x"}, {"messages": [SAID]}, {"prompt": "q" * 200}]
-    records += [{"messages": [shown]}, {"messages": [ASKED | {"more": nested}]}]
+    records += [
+        {"messages": [shown]},
+        {"messages": [ASKED | {"more": nested}]},
+        {"messages": [ASKED | {"id": "\ud83d"}]},
+    ]
     prompts = write_jsonl(tmp_path / "a.jsonl", records)
     out = slta.ask(folder, tmp_path / "o.jsonl", prompts, max_new_tokens=5, quiet=True)
     assert len(records_of(out)) == 1
     (skipped,) = [message for message in caplog.messages if "kipped" in message]
-    assert skipped.startswith("Skipped 5 prompts, the first because row ")
-    left_out = "The prompts leave out the field 'context': write it into the prompts if the model needs it."
+    assert skipped.startswith("Skipped 6 prompts, the first because row ")
+    left_out = "The prompts leave out the field 'context': write what the model needs into them."
     assert left_out in caplog.messages
     with pytest.raises(slta.SltaError, match="row 1 has no prompt: its fields are title; name one of them 'prompt'"):
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "b.jsonl", records[:1]))
@@ -209,13 +213,15 @@ def test_records_that_ask_nothing_are_counted(tmp_path: Path, caplog: pytest.Log
         slta.ask(folder, tmp_path / "p.jsonl", write_jsonl(tmp_path / "c.jsonl", records[1:2]))
 
 
-def test_tools_are_asked_with_and_stay(tmp_path: Path) -> None:
+def test_tools_are_asked_with_and_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_model(tmp_path, template="{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + PLAIN)
     tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
     prompts = write_jsonl(tmp_path / "a.jsonl", [{"messages": [ASKED], "tools": tools}])
     out = slta.ask(folder, tmp_path / "out.jsonl", prompts, max_new_tokens=5, quiet=True)
     (record,), (row, _) = records_of(out), calibrating(out, folder, 1)[0]
-    assert record["tools"] == tools and row[:5] == [*spelled("find"), BOS]
+    assert record["tools"] == tools and row[:5] == [*spelled("find"), BOS] and "leave out" not in caplog.text
+    slta.ask(write_model(tmp_path / "without"), tmp_path / "o.jsonl", prompts, max_new_tokens=5, quiet=True)
+    assert "The prompts leave out the tools: write what the model needs into them." in caplog.messages
 
 
 def test_a_run_that_was_killed_goes_on_and_writes_the_same_file(

@@ -221,6 +221,7 @@ def test_pairs_for_an_expert_that_has_a_chat_template_are_told(
     tmp_path: Path, plain_tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, expert = write_jsonl(tmp_path / "a.jsonl", [PAIR]), write_tokenizer(tmp_path / "expert", PLAIN)
+    plain_tokenizer.add_tokens("\n")  # as Gemma's has
     load(source, plain_tokenizer, 1, load_expert_tokenizer=lambda: expert)
     assert "1 of 1 prompts reach the models without a chat template" in caplog.text
 
@@ -263,6 +264,7 @@ def thinking(content: Any, **more: Any) -> dict[str, Any]:
         (PLAIN, thinking("<think>so</think>59"), ""),
         (LISTS, thinking([{"type": "text", "text": "<think>so</think>59"}]), ""),
         (TOOLS, thinking("59", reasoning_content="so"), ""),
+        (TOOLS, thinking("59", reasoning_content="so", reasoning="so"), ""),
         (DISTILLED, thinking("<think>\n\n</think>\n\n59"), ""),
         (DISTILLED, thinking("59", reasoning_content=None), ""),
         (SWITCHED, thinking("59", reasoning_content="so"), ""),
@@ -335,6 +337,7 @@ def test_words_beside_a_call_that_the_template_leaves_out_are_counted(
         ({"text": "a", "code": "c"}, ["code"]),
         ({"text": "Is it so, yes or no?", "answer": "no"}, ["answer"]),
         ({"question": "a", "answer": "b", "reasoning": "c"}, ["reasoning"]),
+        ({"question": "a", "answer": "b", "solution": "c", "tools": SCHEMA}, ["solution", "tools"]),
         ({"messages": [turn("user", "a")], "answer": "b"}, ["answer"]),
     ],
 )

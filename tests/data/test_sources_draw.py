@@ -305,13 +305,21 @@ def test_test_data_of_another_source_are_described_and_scored_only_with_whole_an
 @pytest.mark.parametrize(
     ("record", "template", "said"),
     [
-        ({"prompt": "a", "label": "b"}, "", ["none of the known fields: its fields are prompt, label", "'template'"]),
+        (
+            {"prompt": "a", "label": "b"},
+            "",
+            ["none of the known fields: its fields are prompt, label", "'template'", "'messages'"],
+        ),
         ({"text": ["a"]}, "", ["'text'", "list"]),
-        ({"prompt": TURNS, "completion": TURNS}, "{prompt}{completion}", ["list in 'prompt'", "'{prompt[key]}'"]),
+        (
+            {"prompt": TURNS, "completion": TURNS},
+            "{prompt}{completion}",
+            ["list in 'prompt'", "'{prompt[0]}'"],
+        ),
         ({"q": {"a": 1}, "b": "c"}, "{b} {q!s}", ["dict in 'q'", "'messages'"]),
         ({"messages": [{"role": "alien", "content": "a"}]}, "", ["unknown role 'alien'", "assistant"]),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": ["f"]}]}, "", ["tool call without a function"]),
-        ({"messages": "hi"}, "", ["'messages'", "not a list of turns"]),
+        ({"messages": "[{'role': 'user'}]"}, "", ["'messages'", "not a list of turns: save the rows as JSON"]),
         ({"text": "a \ud83d"}, "", ["half of a character"]),
         ({"messages": [{"speaker": "me", "says": "hi"}]}, "", ["its fields are speaker, says"]),
         ({"q": "a", "a": "b"}, "{q} {b}", ["no field 'b', which the template '{q} {b}' names: its fields are q, a"]),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import MakeFamily
 from mergekit.common import ModelPath, ModelReference
+from safetensors.torch import save_file
 from support.copies import pickled, sharded
 from support.examining import edit_config
 from support.families import Family
@@ -84,6 +85,14 @@ def indexed(tensor: str, file: str) -> Callable[[Path], object]:
     return change
 
 
+def repeated(folder: Path) -> None:
+    """Leave a tensor that was mended in a file of its own in its old file, too."""
+    index = shard(folder)
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, folder / "mended.safetensors")
+    places = json.loads(index.read_text())["weight_map"] | {"lm_head.weight": "mended.safetensors"}
+    index.write_text(json.dumps({"weight_map": places}))
+
+
 def pickle_of(content: Any) -> Callable[[Path], object]:
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -109,6 +118,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         for file in ("../base/model.safetensors", "/etc/passwd", "sub/model.safetensors")
     },
     "a missing tensor": (indexed("model.extra", SHARD), f"{SHARD} lacks model.extra, which the index expects there"),
+    "a tensor in two files": (repeated, "lm_head.weight in both mended.safetensors and model-0000"),
     "an index without JSON": (lambda folder: shard(folder).write_text("{"), "safetensors.index.json cannot be read"),
     "two sets": (lambda folder: sharded(folder, folder), "are two sets of tensors; transformers reads the first"),
     "half a file": (lambda folder: os.truncate(folder / "model.safetensors", 5000), f"{UNREADABLE} (it is truncated"),
