@@ -301,7 +301,9 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     rival = max(rivals, key=lambda name: sum(task.mean(name) for task in every), default="")
     ahead, error = lead(every, MERGE, rival) if rival else (1.0, 0.0)
     better = ahead > error
-    best = MERGE if better else rival
+    learned = {title: task for title, task in tasks.items() if title == BASE or not _no_better(task, own_model(title))}
+    enough = {name: min(_shares(learned, name).values(), default=0.0) >= ENOUGH for name in (MERGE, rival) if name}
+    best = MERGE if better or (enough[MERGE] and not enough[rival]) else rival
     lines = [*comparison.lacking, *comparison.doubts]
     for name in dict.fromkeys((MERGE, best)):
         lines += [_sentence(title, task, name) for title, task in tasks.items()]
@@ -310,13 +312,22 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
     if rival:
         words = f"better than {rival}, the best of the others," if better else f"not better than {rival}"
         low, high = (plain_number(limit, "+.2f") for limit in (max(ahead - error, -1.0), min(ahead + error, 1.0)))
-        taken = ", so the simpler merge is taken" * (not better)
+        taken = "" if better else ", so the simpler merge is taken"
+        if best == MERGE and not better:
+            taken = f", but it alone has {ENOUGH} or more of what each model has learned, so it is taken"
         lines.append(f"{MERGE} is {words} by more than chance (difference: {low} to {high}){taken}.")
     ended = {title: task.scores for title, task in tasks.items() if task.ended_answers >= FEW}
     if on := [
-        title for title, of in ended.items() if (of[MERGE].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)
+        title for title, of in ended.items() if (of[best].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)
     ]:
-        lines.append(f"On {enumerated(on)}, {MERGE} stops less often after its answers than the task's own model does.")
+        lines.append(f"On {enumerated(on)}, {best} stops less often after its answers than the task's own model does.")
+    experts = [name for name in every[0].points if name.startswith(own_model(""))]
+    alone = max(experts, key=lambda name: sum(task.mean(name) for task in every))
+    ahead_of_one, error = lead(every, best, alone)
+    if len(every) > 1 and ahead_of_one <= error:
+        lines.append(f"{best} is not better than {alone} alone, on all these prompts, by more than chance.")
+    if failed := [name for name in plan.merges if name not in every[0].points]:
+        lines.append(f"Not compared, because of an error (see {plan.folder / LOG}): {enumerated(failed)}.")
     place, beside = plan.merges[best].output, f"the tables of scores in {plan.folder / LOG}"
     page = plan.folder / "report.html"
     lines.append(f"The merge is in {place}, {beside}{f', and a report in {page}' * page.is_file()}.")
@@ -350,6 +361,13 @@ def _no_better(task: TaskComparison, model: str) -> bool:
     return ahead <= error
 
 
+def _shares(tasks: Mapping[str, TaskComparison], merge: str) -> dict[str, float]:
+    """What a merge has of what each expert has learned: what the base model does too, of tokens much, is none of it."""
+    known = {title: task.mean(BASE) if title != BASE else 0.0 for title, task in tasks.items()}
+    own = {title: max(task.mean(own_model(title)) - known[title], 1e-9) for title, task in tasks.items()}
+    return {title: (task.mean(merge) - known[title]) / own[title] for title, task in tasks.items()}
+
+
 def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
     """What the numbers suggest, and the command or the edit for it."""
     experts = {title: task for title, task in tasks.items() if title != BASE}
@@ -357,17 +375,18 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
         if _no_better(task, own_model(title)):
             why = "which is no better than the base model by more than chance"
             leave = f", or leave {title} out" * (len(plan.experts) > 1)
-            give = f"give {title}, {why}, more prompts, in the format of its training"
+            give = f"give {title}, {why}, other prompts: more, harder ones, or in the format of its training"
             return f"{give}{leave}; then run the command again with that change"
-    # Of what the base model does too, which of tokens is much, an expert has learned nothing.
-    known = {title: task.mean(BASE) if title in experts else 0.0 for title, task in tasks.items()}
-    own = {title: max(task.mean(own_model(title)) - known[title], 1e-9) for title, task in tasks.items()}
-    shares = {title: (task.mean(best) - known[title]) / own[title] for title, task in tasks.items()}
+    shares, general = _shares(tasks, best), [expert for expert in plan.experts if expert in plan.answers]
     weakest = min(shares, key=shares.__getitem__)
     if shares[weakest] >= ENOUGH:
         words = ["mergekit-slta", "ask", str(plan.merges[best].output), "QUESTIONS.txt", "-o", "REPLIES.jsonl"]
         why = f"since it has {ENOUGH} or more of what each expert has learned"
-        why += " and of what the base model gives" * (BASE in tasks)
+        why += " (as far as general prompts show)" * bool(general)
+        if BASE in tasks and tasks[BASE].short_answers >= FEW:
+            why += " and of what the base model gives"
+        elif BASE in tasks:  # likely tokens are much the same for all models
+            why += " and of the base model's tokens (the experts may have them, too: see above)"
         return f"read some replies of {best}, then publish it, {why}: {shlex.join([*words, *plan.options])}"
     edit = f"in {plan.recipes[MERGE].output}, and run the same command again"
     if weakest == BASE:
@@ -376,7 +395,7 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
             where = "double 'samples' in its entry, where its file has 30 others to score,"
             return f"take more of the base model's prompts, {why}: {where} {edit}"
         return f"count the base model's prompts more, {why}: double the base model's 'weight' {edit}"
-    if general := [expert for expert in plan.experts if expert in plan.answers]:
+    if general:
         words = ["mergekit-slta", "ask", general[0], "QUESTIONS.txt", "-o", "ANSWERS.jsonl", *plan.options]
         answered = shlex.join(words)
         return f"write 60 questions of each expert's task, and pass the expert's answers to --calibration: {answered}"

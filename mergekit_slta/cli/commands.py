@@ -322,10 +322,10 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) 
 
     Each model is scored on the prompts of `evaluation`, or else on the rows of the `calibration` files that no merge
     used. The first table ranks the models by accuracy, by task and on average. Accuracy is the share of prompts that a
-    model answers exactly, with greedy decoding; prompts whose answer has more than 32 tokens do not count, and where
-    fewer than 20 count, accuracy ranks no model. "lost" counts the right answers that the task's expert gives and the
-    model does not, "gained" the reverse. On the base model's prompts, the base model takes the place of the expert, and
-    only the answers that it gives count for the accuracy.
+    model answers exactly, with greedy decoding, whatever it writes after that (see "ended"); prompts whose answer has
+    more than 32 tokens do not count, and where fewer than 20 count, accuracy ranks no model. "lost" counts the right
+    answers that the task's expert gives and the model does not, "gained" the reverse. On the base model's prompts, the
+    base model takes the place of the expert, and only the answers that it gives count for the accuracy.
 
     The other tables cover answers of any length: the share of their tokens that a model finds the likeliest (token
     accuracy), the share of them after which it stops (ended), their likelihood on a scale from the base model (0) to
@@ -335,16 +335,14 @@ def evaluate(recipe: Path, out: tuple[Path, ...], samples: int, **options: Any) 
 
     The exit code is 1 if a task has no prompt to score.
 
-    RECIPE may be for any method, including mergekit's, if it names a `calibration` for each expert. To score a merge
-    with actmat or sftm, whose recipes have no prompts, name a recipe for featcal with the same experts. Each model runs
-    once, in float32, with one layer in memory at a time.
+    RECIPE is one for slta or featcal. To score a merge by another method, mergekit's own included, name a recipe for
+    featcal with the same experts. Each model runs once, in float32, with one layer in memory at a time.
     """
     from mergekit_slta.checks.examine import sound_experiment
     from mergekit_slta.evaluation.evaluate import evaluate as ranked
-    from mergekit_slta.recipe.recipe import Recipe, data_of
 
     with interruptible("starts over"):
-        comparison = ranked(sound_experiment(data_of(Recipe.load(recipe)), **applied(options)), out, samples)
+        comparison = ranked(sound_experiment(recipe, **applied(options)), out, samples)
     problems = comparison.lacking
     return Result(comparison.content() | {"problems": problems}, comparison, exit_code=int(bool(problems)))
 

@@ -26,7 +26,8 @@ from mergekit_slta.files import MANIFEST_OF_MERGE, RECIPE_OF_MERGE
 from mergekit_slta.layers.trace import on_device
 from mergekit_slta.models.checkpoint import Checkpoint
 from mergekit_slta.recipe.experiment import Experiment, Options, opened
-from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, data_of, loaded, require_calibration
+from mergekit_slta.recipe.recipe import Recipe, RecipeOrFile, require_calibration
+from mergekit_slta.recipe.settings import CalibrationSettings
 from mergekit_slta.tables import Paragraphs, Table, as_json, as_size, short_names
 from mergekit_slta.words import as_score, enumerated, plain_number
 
@@ -99,7 +100,6 @@ class Comparison(Paragraphs):
         tasks = list(self.tasks.values())
         losses = ({name: score.loss for name, score in task.scores.items()} for task in tasks)
         limits = list(map(_limits, self.tasks, losses))
-        by_answers = all(task.short_answers >= FEW for task in tasks)
         means = {}
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
@@ -113,9 +113,17 @@ class Comparison(Paragraphs):
             means[name] = TaskScore(accuracy, None, None, **sums, **averages)
 
         def rank(name: str) -> tuple[float, ...]:
-            return (-(means[name].accuracy or 0.0) * by_answers, -(means[name].gain_kept or 0.0), means[name].loss)
+            return (
+                -(means[name].accuracy or 0.0) * self._by_answers,
+                -(means[name].gain_kept or 0.0),
+                means[name].loss,
+            )
 
         return {name: means[name] for name in sorted(means, key=rank)}
+
+    @property
+    def _by_answers(self) -> bool:
+        return all(task.short_answers >= FEW for task in self.tasks.values())
 
     def content(self) -> dict[str, Any]:
         """The numbers by the names of ``TaskScore``, and the ranking; what is undefined is None."""
@@ -141,7 +149,8 @@ class Comparison(Paragraphs):
             ]
             return Table(["model", "average", *counts, *titles], rows)
 
-        yield "On held-out prompts of each task, the best model first:"
+        by = "" if self._by_answers else f", by the gain kept, since a task has fewer than {FEW} short answers"
+        yield f"On held-out prompts of each task, the best model first{by}:"
         if any(task.short_answers for task in tasks.values()):
             yield (
                 f"Accuracy: the share of n answers (of at most {SHORT_ANSWER} tokens) that a model gives exactly, with "
@@ -179,7 +188,7 @@ class Comparison(Paragraphs):
                 "and gained answers compare with the base model, and accuracy counts only the answers that it gives."
             )
             if keep.scores[BASE].gain_kept is None:
-                yield "There the experts are hardly or no worse than the base model, so nothing shows what is kept."
+                yield "By likelihood, the experts are hardly or no worse there, so it does not show what is kept."
         tasks = self.tasks
         experts = {name: task for name, task in tasks.items() if name != BASE}
         if long := [name for name, task in experts.items() if task.answers and not task.short_answers]:
@@ -187,7 +196,8 @@ class Comparison(Paragraphs):
         if keep and keep.answers and not keep.short_answers:
             yield f"No accuracy on {BASE}: it gives no answer of at most {SHORT_ANSWER} tokens exactly."
         if idle := [name for name, task in experts.items() if task.scores[BASE].gain_kept is None]:
-            yield f"The expert is hardly or no better than the base model, so it has no gain, on: {', '.join(idle)}."
+            on = ", ".join(idle)
+            yield f"By likelihood, the expert is hardly or no better than the base model, so it has no gain, on: {on}."
         yield from self.doubts
 
     @property
@@ -211,7 +221,7 @@ class Comparison(Paragraphs):
                 "prompts may have another format than in training: write that format in a `template`, such as "
                 "'{prompt}{completion}' where nothing stands between the two."
             )
-        if any(task.answers < task.prompts for task in self.tasks.values()):
+        if any(task.answers < task.prompts for task in experts.values()):
             yield (
                 "Without a known answer, all tokens of a prompt are scored, which says less. Let the expert write it "
                 "(`mergekit-slta ask EXPERT PROMPTS -o FILE`), or give rows with `prompt` and `completion`, or with "
@@ -232,8 +242,8 @@ def evaluate(
     else the base model's. Each model is run once, in float32, with one decoder layer in memory.
 
     Args:
-        recipe: a recipe of any method, or its file, with ``calibration`` for each expert; an opened one takes no
-            options.
+        recipe: one for ``slta`` or ``featcal``, or its file, whose experts the merges have, by any method; an opened
+            one takes no options.
         merged: the folder that a merge was written to, or several.
         samples: the most prompts of each task.
         options: see ``Options``.
@@ -245,8 +255,8 @@ def evaluate(
         SltaError: an expert has no calibration source, no task has a prompt left, or a model cannot be run by layers.
     """
     samples = whole_number("samples", samples)
-    given = recipe.recipe if isinstance(recipe, Experiment) else loaded(recipe)
-    experiment = opened(recipe if isinstance(recipe, Experiment) else data_of(given), options)
+    experiment = opened(recipe, options)
+    experiment.recipe.settings_class(CalibrationSettings)  # others have no prompts
     outs = [merged] if isinstance(merged, (str, os.PathLike)) else merged
     folders = list(dict.fromkeys(Path(out).expanduser().resolve() for out in outs))
     if not folders:
@@ -258,7 +268,7 @@ def evaluate(
     experiment.load_data(experiment.recipe.tasks)  # refuses the same data twice, and tells what the merge has seen
     titles = short_names([str(expert) for expert in experts])
     tasks = dict(zip([*titles, BASE], experiment.recipe.tasks, strict=False))  # the base model's own need not be there
-    recipes = _calibrated(experiment, given, folders)
+    recipes = _calibrated(experiment, folders)
     held_out = {title: experiment.held_out(task, samples, recipes) for title, task in tasks.items()}
     ends = _end_tokens(experiment)
     groups = {title: group for title, data in held_out.items() if (group := _samples_of(data, ends))}
@@ -312,7 +322,7 @@ def _add_scores(folder: Path, name: str, comparison: Comparison) -> None:
         LOG.warning("The scores could not be added to %s (%s).", file, one_line(error))
 
 
-def _calibrated(experiment: Experiment, given: Recipe, folders: Sequence[Path]) -> list[Recipe]:
+def _calibrated(experiment: Experiment, folders: Sequence[Path]) -> list[Recipe]:
     """The recipes of the merges that used prompts, which may be others than the given recipe's.
 
     An SltaError where they would not be drawn again, because a source of held-out prompts has changed since the merge.
@@ -324,11 +334,12 @@ def _calibrated(experiment: Experiment, given: Recipe, folders: Sequence[Path]) 
             recipe = Recipe.load(folder / RECIPE_OF_MERGE)
             if recipe.settings.runs_models and recipe.tasks:
                 recipes.append(recipe)
-                if len(folders) == 1 and _differ(recipe, given):
+                if len(folders) == 1 and _differ(recipe, experiment.recipe):
                     LOG.warning("%s was merged with other settings than those of the given recipe.", folder)
                 changed += [
-                    f"The prompts {source!r} have changed since {folder} was merged, so that some of them may have "
-                    "calibrated it: merge again, or name other test data with `evaluation`."
+                    f"The prompts {source!r} are not those that calibrated {folder}: they have changed since, and some "
+                    "of them may have calibrated it, or it was merged from another file of this name. Merge again, "
+                    "rename the file, or name other test data with `evaluation`."
                     for source in _changed_sources(recipe, folder, experiment, held_out)
                 ]
     LoaderCache().setup(experiment.options)  # which each ``Experiment`` sets

@@ -191,10 +191,8 @@ class Recipe:
         methods = {name: settings for name, settings in SETTINGS.items() if issubclass(settings, kind)}
         name = self.config.merge_method
         if name not in methods:
-            raise SltaError(
-                f"The recipe's merge_method is '{name}'"
-                + (suggestion(name, methods) or f": this command knows {', '.join(methods)}, not mergekit's own.")
-            )
+            others = f": this command knows {', '.join(methods)}; name a recipe for one of them, of the same models."
+            raise SltaError(f"The recipe's merge_method is '{name}'{suggestion(name, methods) or others}")
         return methods[name]
 
     @cached_property
@@ -288,29 +286,3 @@ def require_calibration(recipe: Recipe, statistics: bool = False) -> None:
                     f"each the data of its own task, {EQUAL_DATA}."
                 )
     refuse(problems)
-
-
-def data_of(recipe: Recipe) -> Recipe:
-    """A recipe with the same models and samples whose method takes samples: the recipe itself, or else one of ``slta``.
-
-    mergekit's own methods ignore ``calibration`` and the other parameters of samples, so their recipes may have them.
-    """
-    config, names = recipe.config, {"template", "samples", "max_tokens", "seed"}
-    if issubclass(SETTINGS.get(config.merge_method, Parameters), CalibrationSettings):
-        return recipe
-    if config.base_model is None:
-        raise SltaError("The recipe has no base_model to compare with: name a recipe of the same experts that has one.")
-    tables = {**expert_parameters(config), config.base_model: base_parameters(config)}
-    if not any("calibration" in table for table in tables.values()):
-        raise SltaError(
-            "The recipe names no prompts: name one of the same models that has a 'calibration' for each expert, such "
-            "as a recipe for featcal."
-        )
-    shared = {name: value for name, value in (config.parameters or {}).items() if name in names}
-    models = [
-        {"model": str(model), "parameters": {name: table[name] for name in SOURCES if name in table}}
-        for model, table in tables.items()
-        if table or model != config.base_model
-    ]
-    content = {"merge_method": "slta", "base_model": str(config.base_model), "models": models, "parameters": shared}
-    return Recipe(content | ({"dtype": config.dtype} if config.dtype else {}))  # in which adapters are merged

@@ -329,17 +329,36 @@ def test_the_next_step_follows_from_the_numbers() -> None:
     assert "replies of task_arithmetic-0.5, then publish" in judged(rival=1.0)
     assert "double 'samples' in" in judged(task=0.91, base=0.9)  # no better than the base model
     assert "give a, which is no better than the base model" in judged(base=1.0)
+    assert "has learned (as far as general prompts show) and of" in judged(calibration=())
     assert "mergekit-slta ask a QUESTIONS.txt -o ANSWERS.jsonl" in judged(task=0.5, calibration=())
 
 
-def test_a_merge_that_goes_on_after_its_answers_is_named() -> None:
-    points = {"expert a": [1.0], "expert b": [1.0], "base model": [0.0], "featcal": [1.0]}
-    tasks = {name: compared(points) for name in "ab"}
+def test_with_few_prompts_the_simpler_merge_is_taken_only_if_it_is_enough() -> None:
+    """Of 30 prompts, featcal gives 28 answers and the other 25; four that this one lacks, and one the reverse."""
+
+    def points(*wrong: int) -> list[float]:
+        return [float(number not in wrong) for number in range(30)]
+
+    own = {"expert a": points(), "expert b": points(), "base model": points(*range(24))}
+    own |= {"featcal": points(0, 1), "actmat": points(1, 2, 3, 4, 5)}
+    plan = auto.Plan("base", ["a", "b"], Path("out"), ("a.jsonl", "b.jsonl"))
+    judged = auto.verdict(Comparison({"a": compared(own), "b": compared(own)}), plan)
+    assert judged.best == "featcal" and "read some replies of featcal" in judged.lines[-1]
+    assert any("so it is taken" in line and "not better than actmat" in line for line in judged.lines)
+    assert "featcal is not better than expert a alone, on all these prompts, by more than chance." in judged.lines
+    failed = "Not compared, because of an error (see out/log.txt): task_arithmetic-0.5."
+    assert failed in judged.lines
+
+
+@pytest.mark.parametrize("best", ["featcal", "actmat"])
+def test_a_merge_that_goes_on_after_its_answers_is_named(best: str) -> None:
+    points = dict.fromkeys(("expert a", "expert b", "featcal", "actmat"), [1.0] * 30) | {"base model": [0.0] * 30}
+    tasks = {name: compared(points if best == "actmat" else points | {"actmat": [0.0] * 30}) for name in "ab"}
     for name, task in tasks.items():
-        task.scores["featcal"] = replace(SCORE, ended=0.8 if name == "b" else 0.95)
+        task.scores[best] = replace(SCORE, ended=0.8 if name == "b" else 0.95)
     tasks = {name: replace(task, ended_answers=20) for name, task in tasks.items()}
     lines = auto.verdict(Comparison(tasks), auto.Plan("base", ["a", "b"], Path("out"), ("a.jsonl", "b.jsonl"))).lines
-    assert "On b, featcal stops less often after its answers than the task's own model does." in lines
+    assert f"On b, {best} stops less often after its answers than the task's own model does." in lines
 
 
 def test_prompts_that_another_expert_answers_better_are_doubted() -> None:

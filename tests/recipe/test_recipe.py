@@ -81,7 +81,7 @@ def test_a_merged_table_may_repeat_the_keys_of_the_one_that_it_extends() -> None
 
 def test_a_method_of_mergekits_own_has_no_settings_here() -> None:
     assert [str(reference) for reference in Recipe(content("ties")).references] == ["org/base", "org/math", "org/code"]
-    for name, said in (("ties", "sftm, not mergekit's own"), ("feat_cal", "did you mean 'featcal'")):
+    for name, said in (("ties", "sftm; name a recipe for one"), ("feat_cal", "did you mean 'featcal'")):
         with pytest.raises(SltaError, match=said):
             Recipe(content(name)).settings  # noqa: B018
 
