@@ -77,9 +77,9 @@ from mergekit_slta.words import listed
 LOG = logging.getLogger(__name__)
 MERGED, OWNER = range(2)  # the streams: of the merged model, and of each task's own model
 
-# Of the anchor and the prior. A few prompts of adapters leave most directions of the input to the prior, and so need
-# more of it than those of full fine-tunes, whose ridge is 0.03; without prompts, ``actmat`` takes 3.
-ANCHOR_RIDGE_OF_ADAPTERS = 0.3
+# Of the anchor and the prior, 0.03 for full fine-tunes. With a few prompts, adapters of toy models need ten times that,
+# those of a real model do not (docs/findings.md, "Tried and not kept"); without prompts, ``actmat`` takes 3.
+ANCHOR_RIDGE_OF_ADAPTERS = 0.1
 # How far W_n is from the base model, in units of the anchor's distance: the anchor is a mean of changes that are
 # larger, each in the directions of its own task.
 BEYOND = 1.5

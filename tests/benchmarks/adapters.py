@@ -2,8 +2,7 @@
 
     python tests/benchmarks/adapters.py FOLDER
 
-FOLDER is one that the quickstart filled. The merge by ``featcal`` is also made an adapter again, by mergekit's own
-``mergekit-extract-lora``, of several ranks. For each seed, three adapters of rank 16 are trained on the prompts of its
+FOLDER is one that the quickstart filled. For each seed, three adapters of rank 16 are trained on the prompts of its
 tasks: from one random beginning, as trainers with a fixed seed make them, or each from its own. Scored are held-out
 prompts. It takes five minutes.
 """
@@ -35,7 +34,6 @@ MERGES: dict[str, dict[str, Any]] = {
     },
     **{f"featcal, {count} prompts": {"merge_method": "featcal", "parameters": {"samples": count}} for count in (3, 30)},
 }
-EXTRACTED, RANKS = "featcal, 30 prompts", (16, 48, 96)
 STEPS, BATCH = 300, 32
 
 
@@ -59,12 +57,12 @@ def train(folder: Path, task: str, seed: int, out: Path) -> str:
     return f"{folder / 'family' / 'base'}+{out}"
 
 
-def extract(base: Path, merged: Path, rank: int, out: Path) -> None:
-    """Write a model as the base model with the adapter that is extracted from a merge."""
-    adapter = out.with_name(f"{out.name} adapter")
+def extract(base: Path, merged: Path, rank: int) -> None:
+    """Put the base model with the adapter of a merge, which mergekit-extract-lora makes, in the merge's place."""
+    adapter = merged.with_name(f"adapter of rank {rank}")
     ranks = ["--max-rank", str(rank), "--out-path", str(adapter)]
     extract_lora.main(["--model", str(merged), "--base-model", str(base), *ranks], standalone_mode=False)
-    write_whole(base, adapter, out)
+    write_whole(base, adapter, merged)
 
 
 def write_whole(base: Path, adapter: Path, out: Path) -> Path:
@@ -102,10 +100,7 @@ def main(folder: Path, seeds: tuple[int, ...]) -> None:
                     plain = shape | {"models": [{"model": model} for model in models]} | merge
                     content = with_data | merge if merge["merge_method"] == "featcal" else plain
                     slta.merge(slta.Recipe(content), out / label, **options)
-                adapters = {f"{EXTRACTED}, rank {rank}": rank for rank in RANKS}
-                for label, rank in adapters.items():
-                    extract(base, out / EXTRACTED, rank, out / label)
-                for label in (*MERGES, *adapters):
+                for label in MERGES:
                     found.setdefault(label, []).append(average(evaluate(out / label)))
                 alone = {task: evaluate(write_whole(base, out / task, out / f"{task} alone"))[task] for task in TASKS}
                 found.setdefault("each adapter alone", []).append(average(alone))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from adapters import extract
 from common import CACHE, be_quiet, known_rows, write_result
 from quickstart import merge
 from real_family import INITIALIZATIONS, PRETRAINED, Evaluation, RealFamily, evaluate, is_adapter, train_family
@@ -68,6 +69,7 @@ PEERS: dict[str, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     "slerp": {"0.5": ({}, {"t": 0.5})},
 }
 OF_TWO = ("nuslerp", "slerp")
+RANKS = (16, 64, 128)  # of an adapter that is made of a merge of adapters
 DRAWS = range(5)
 COLUMNS = ("exact match", "NLL", "gain kept", "perplexity", "instructions")
 GRID_METHOD = "task_arithmetic"
@@ -146,13 +148,18 @@ def _scores(
     shown["experts"] = {task: known[f"expert {task}"]["scores"][task] for task in tasks}
     if len(tasks) == 1:
         shown["experts"] = known[f"expert {tasks[0]}"]["scores"]
-    return {label: _columns(scores, shown) for label, scores in shown.items()}
+    table = {label: _columns(scores, shown) for label, scores in shown.items()}
+    for task in tasks if text else ():
+        table["experts"][f"{task}, {COLUMNS[3]}"] = known[f"expert {task}"]["scores"]["ordinary text"]["loss"]
+    return table
 
 
 def _merge(
     folder: Path, label: str, recipe: Recipe, seed: int, family: RealFamily, general: tuple[bool, bool]
 ) -> dict[str, Evaluation]:
     merged = merge(folder, label, recipe, seed, "--lora-merge-cache", "./whole")
+    if rank := label.partition(", rank ")[2]:
+        extract(family.base, merged, int(rank))
     scores = evaluate(merged, family.test, *general)
     shutil.rmtree(merged)
     return scores
@@ -203,6 +210,7 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
             },
         }
     several = len(family.experts) > 1  # of one expert alone, a merge would be a copy
+    ranks = RANKS if any(map(is_adapter, family.experts.values())) else ()
     slta = {f"slta {level}": recipe("slta", data=True, level=level) for level in LEVELS}
     slta["slta not balanced, attn_mlp"] = recipe("slta", data=True, level="attn_mlp", balance=False)
     return {
@@ -214,6 +222,13 @@ def recipes(family: RealFamily) -> dict[str, Recipe]:
         "actmat": recipe("actmat"),
         **slta,
         **{f"featcal {count} prompts": recipe("featcal", data=True, samples=count) for count in PROMPTS if several},
+        **{f"featcal 30 prompts, rank {rank}": recipe("featcal", data=True) for rank in ranks},
+        **{
+            f"featcal {count} prompts, draw {draw}": recipe("featcal", data=True, samples=count, seed=draw)
+            for count in PROMPTS[:3:2]
+            for draw in DRAWS
+            if several and not ranks
+        },
         **{f"featcal keeping {keep}": recipe("featcal", data=True, keep=keep) for keep in KEPT},
         "featcal 100 prompts keeping 3, 100 general": recipe("featcal", data=True, keep="3, 100 general", samples=100),
         **{f"slta keeping {kappa}": recipe("slta", data=True, keep=f"{kappa}, both") for kappa in ("0.5", "1", "3")},
