@@ -141,7 +141,6 @@ def _merging(experiment: Experiment) -> int:
     adapted = dtype == _dtype(of_adapters)  # adapters have been merged in that type
     others = sum(not (adapted and reference.lora) for reference in recipe.references)
     kinds = {experiment.model(one).dtype if not one.lora else of_adapters for one in recipe.references}
-
     vocabularies = base.vocabulary, getattr(base.text_config, "vocab_size_per_layer_input", None)  # Gemma 3n has two
 
     def held(header: TensorHeader) -> int:

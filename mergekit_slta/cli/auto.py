@@ -321,8 +321,7 @@ def verdict(comparison: Comparison, plan: Plan) -> Verdict:
         title for title, of in ended.items() if (of[best].ended or 0) < ENOUGH * (of[own_model(title)].ended or 0)
     ]:
         lines.append(f"On {enumerated(on)}, {best} stops less often after its answers than the task's own model does.")
-    experts = [name for name in every[0].points if name.startswith(own_model(""))]
-    alone = max(experts, key=lambda name: sum(task.mean(name) for task in every))
+    alone = max(every[0].experts, key=lambda name: sum(task.mean(name) for task in every))
     ahead_of_one, error = lead(every, best, alone)
     if len(every) > 1 and ahead_of_one <= error:
         lines.append(f"{best} is not better than {alone} alone, on all these prompts, by more than chance.")
@@ -341,14 +340,14 @@ def _sentence(title: str, task: TaskComparison, merge: str) -> str:
     """
     number, share = len(task.points[merge]), task.mean(merge)
     low, high = map(as_score, interval(share, number))
-    counts = task.short_answers >= FEW  # tokens of one answer are not independent
+    counts = task.has_accuracy  # tokens of one answer are not independent
     all_tokens = f"tokens of {number} {'answers' if task.answers == task.prompts else 'prompts'}"
     of = f"{number} short answers" if counts else all_tokens
     if counts and title != BASE and number < task.answers:
         of = f"{number} short ones of {task.answers} answers"
     models = [own_model(title), BASE]
     if title == BASE:
-        models = [name for name in task.points if name.startswith(own_model(""))] + [BASE] * (not counts)
+        models = task.experts + [BASE] * (not counts)
     others = ", ".join(f"{model} {as_score(task.mean(model))}" for model in models)
     known = f"({f'{low} to {high}; ' * counts}{others})"
     does = "gives" if counts else "predicts"
@@ -383,7 +382,7 @@ def _next(tasks: Mapping[str, TaskComparison], best: str, plan: Plan) -> str:
         words = ["mergekit-slta", "ask", str(plan.merges[best].output), "QUESTIONS.txt", "-o", "REPLIES.jsonl"]
         why = f"since it has {ENOUGH} or more of what each expert has learned"
         why += " (as far as general prompts show)" * bool(general)
-        if BASE in tasks and tasks[BASE].short_answers >= FEW:
+        if BASE in tasks and tasks[BASE].has_accuracy:
             why += " and of what the base model gives"
         elif BASE in tasks:  # likely tokens are much the same for all models
             why += " and of the base model's tokens (the experts may have them, too: see above)"

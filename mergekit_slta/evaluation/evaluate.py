@@ -79,6 +79,16 @@ class TaskComparison:
     source: str = ""  # of the prompts
     sha256: str = ""  # of their tokens
 
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether there are enough short answers for one."""
+        return self.short_answers >= FEW
+
+    @property
+    def experts(self) -> list[str]:
+        """The experts among the models, by their names in tables."""
+        return [name for name in self.points if name.startswith(own_model(""))]
+
     def mean(self, model: str) -> float:
         return fmean(self.points[model])
 
@@ -103,7 +113,7 @@ class Comparison(Paragraphs):
         means = {}
         for name in tasks[0].scores:
             scores = [task.scores[name] for task in tasks]
-            accuracy = _mean(task.scores[name].accuracy for task in tasks if task.short_answers >= FEW)
+            accuracy = _mean(task.scores[name].accuracy for task in tasks if task.has_accuracy)
             sums: dict[str, Any] = {of: sum(getattr(score, of) for score in scores) for of in ("lost", "gained")}
             others = ("ended", "token_accuracy", "loss")
             averages: dict[str, Any] = {of: _mean(getattr(score, of) for score in scores) for of in others}
@@ -123,7 +133,7 @@ class Comparison(Paragraphs):
 
     @property
     def _by_answers(self) -> bool:
-        return all(task.short_answers >= FEW for task in self.tasks.values())
+        return all(task.has_accuracy for task in self.tasks.values())
 
     def content(self) -> dict[str, Any]:
         """The numbers by the names of ``TaskScore``, and the ranking; what is undefined is None."""
@@ -138,7 +148,7 @@ class Comparison(Paragraphs):
     def parts(self) -> Iterator[str | Table]:
         """The tables, answers first, and sentences that explain them."""
         tasks, ranking = self.tasks, self.ranking
-        few = {name: ", too few" * (task.short_answers < FEW) for name, task in tasks.items()}
+        few = {name: ", too few" * (not task.has_accuracy) for name, task in tasks.items()}
         titles = [f"{name} (n={task.short_answers}{few[name]})" for name, task in tasks.items()]
 
         def table(cell: Callable[[TaskScore], str], *counts: str, titles: Sequence[str] = [*tasks]) -> Table:

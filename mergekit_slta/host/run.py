@@ -142,7 +142,7 @@ def _write(stock: Callable[..., None], experiment: Experiment, method: Method, m
     ):
         config = copy.deepcopy(recipe.config)
         if isinstance(merge, FeatcalMerge) and recipe.tokenizer_source is None:
-            # Of the models few tensors are needed: mergekit would read all to change their type, and maps those of one.
+            # Few of the models' tensors are needed. Without a type to change them to, mergekit maps them unread.
             config.out_dtype, config.dtype = config.out_dtype or config.dtype, None
         # The last part of the folder's path is the card's title.
         stock(config, os.path.abspath(folder), options, recipe.text)
